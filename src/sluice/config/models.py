@@ -1,0 +1,205 @@
+"""The configuration of a run, as pydantic models. Extra keys are errors; every default is stated here and nowhere else.
+
+Names that users of ROLL know keep their meaning: `rewards.<domain>.query_filter_config`, `response_filter_config`, `dataset_filter`,
+`rollout_batch_size` (in groups), `num_return_sequences_in_group`, `prompt_length`, `response_length`, `async_generation_ratio`,
+`is_use_additional_prompts`, `max_additional_running_prompts`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FilePath = Annotated[Path, Field(strict=False)]  # text is taken for a path; everything else keeps its YAML type
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values keep the type they were written in, and are fixed once loaded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(min_length=1)  # local folder as written by transformers' save_pretrained (model and tokenizer)
+    lora: LoraConfig | None = None  # None: all weights train
+
+
+class LoraConfig(Section):
+    """Low-rank adapters through peft."""
+
+    r: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: list[str] = Field(default=["q_proj", "v_proj"], min_length=1)
+
+
+class TaskSourceConfig(Section):
+    """One data set. `type` decides which of the other keys apply; a key that does not apply is refused."""
+
+    type: Literal["reasoning_gym", "jsonl", "huggingface"]
+    domain: str | None = None  # reward domain of all its rows; None: read from each row (field `domain`, or `tag` through tag_included)
+    name: str | None = None  # reasoning_gym: data set name
+    size: int | None = Field(default=None, ge=1)  # reasoning_gym: rows to make
+    seed: int | None = None  # reasoning_gym: data seed
+    params: dict[str, Any] = {}  # reasoning_gym: parameters of the data set
+    path: FilePath | None = None  # jsonl: file; huggingface: folder made by save_to_disk, or of parquet/json files
+    split: str | None = None  # huggingface: split, when the folder holds several
+    prompt_field: str = "prompt"  # jsonl, huggingface: text, or a list of chat messages
+    answer_field: str = "answer"
+    source_name: str | None = None  # the `source` that dataset_filter selects by; default: `name`, or the stem of `path`
+
+
+class TasksConfig(Section):
+    """Where prompts come from and how they are written."""
+
+    train: list[TaskSourceConfig] = Field(min_length=1)
+    validation: list[TaskSourceConfig] = []
+    prompt_template: str = "{question}"  # str.format over the row's fields; {question} is the prompt text
+    use_chat_template: bool = False  # wrap the prompt with the tokenizer's chat template
+    system_prompt: str | None = None  # with use_chat_template only
+    epochs: int | None = Field(default=None, ge=1)  # passes over the data; None: no limit
+    shuffle: bool = True
+    exclude_train_from_validation: bool = True  # validation prompts that also occur in train are left out and counted
+
+
+class FilterConfig(Section):
+    """A filter: its type, its arguments, and the metric it reads."""
+
+    type: str  # a built-in name or an import path "package.module.name"
+    filter_args: dict[str, Any] = {}
+    metric: str | None = None  # None: the raw task reward; else a named metric of the verifier, never a silent substitute
+
+
+class VerifierConfig(Section):
+    """How a response earns its reward."""
+
+    type: str  # exact, numeric, math_verify, reasoning_gym, regex, or an import path
+    args: dict[str, Any] = {}
+
+
+class RewardConfig(Section):
+    """One reward domain."""
+
+    verifier: VerifierConfig
+    query_filter_config: FilterConfig = FilterConfig(type="no_filter")
+    response_filter_config: FilterConfig | None = None
+    tag_included: list[str] = []  # labels in the data that belong to this domain, besides its own name
+    reward_timeout_s: float = Field(default=10.0, gt=0)
+    on_reward_timeout: Literal["missing", "value"] = "missing"
+    timeout_value: float | None = None  # with on_reward_timeout: value
+    reward_key: str | None = None  # for verifiers that answer with a mapping: which entry is the reward
+
+
+class RewardPoolConfig(Section):
+    """The worker processes that run verifiers."""
+
+    workers: int = Field(default=1, ge=0)  # 0: in the shell's own process, without time limits (refused when reward_timeout_s matters)
+
+
+class DatasetFilterConfig(Section):
+    """Selects rows before anything is generated; dropped rows never enter a quota."""
+
+    source: list[str] = []  # names of the sources to keep; empty: all
+    min_difficulty: float | None = None  # inclusive
+    max_difficulty: float | None = None  # inclusive
+    num_samples: int = Field(default=0, ge=0)  # keep the first n of what passes; 0: all
+
+
+class ResamplingConfig(Section):
+    """How a batch is filled, and where every loop ends."""
+
+    fill: Literal["refill", "shrink"] = "refill"  # refill: exactly the batch; shrink: draw exactly that many, train on what is kept
+    max_resample_rounds: int = Field(default=10, ge=1)  # round 1 is the groups asked for
+    max_groups_per_batch: int | None = Field(default=None, ge=1)  # groups launched for one batch; None: no such bound
+    max_response_rounds: int = Field(default=5, ge=1)  # first generation plus rounds of replacing rejected or lost members
+    on_exhausted: Literal["raise", "shrink", "keep_low_information"] = "raise"
+    min_members: int | None = Field(default=None, ge=1)  # survivors that still make a group at the bound; None: all of them
+    truncated: Literal["mask", "keep", "invalid", "drop_group"] = "mask"
+
+
+class EngineConfig(Section):
+    """The in-process slot engine."""
+
+    type: Literal["slot"] = "slot"
+    temperature: float = Field(default=1.0, gt=0)  # of sampling and of the trainer's log-probs: one key feeds both
+    max_slots: int = Field(default=256, ge=1)  # requests in one forward pass; further ones wait
+    torch_threads: int | None = Field(default=None, ge=1)  # None: torch's own choice
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    type: Literal["group_relative", "leave_one_out"] = "group_relative"
+    scale: Literal["std", "none"] = "std"  # group_relative only
+    eps: float = Field(default=1e-8, ge=0)
+
+
+class TrainerConfig(Section):
+    """TRL's GRPOTrainer."""
+
+    max_steps: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_batch_size: int = Field(default=64, ge=1)  # rows in one forward and backward pass
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo"] = "dapo"
+    beta: float = Field(default=0.0, ge=0)  # weight of the KL term against the starting policy
+    epsilon: float = Field(default=0.2, gt=0)  # clipping of the ratio
+    bf16: bool = False
+    torch_threads: int | None = Field(default=None, ge=1)
+    advantage: AdvantageConfig = AdvantageConfig()
+    logprob_tolerance: float = Field(default=1e-4, gt=0)  # float32: largest |old - inference log-prob| of a trained batch
+    save_every_steps: int | None = Field(default=None, ge=1)  # None: only at the end
+
+
+class ValidationConfig(Section):
+    """Held-out evaluation: every item, no filter, no refill."""
+
+    every_steps: int | None = Field(default=None, ge=1)  # None: before and after the run only
+    temperature: float = Field(default=0.0, ge=0)  # 0: greedy
+    repeats: int = Field(default=1, ge=1)
+    max_items: int | None = Field(default=None, ge=1)
+
+
+class RecordsConfig(Section):
+    """What is written and where."""
+
+    root: FilePath = Path("runs")  # a run folder is made in it; relative to the current folder
+    jsonl: bool = True
+    tensorboard: bool = True
+
+
+class RlvrConfig(Section):
+    """A whole RLVR run."""
+
+    pipeline: Literal["rlvr"] = "rlvr"
+    exp_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="letters, digits, '.', '_' and '-', a letter or digit first")
+    seed: int = Field(default=42, ge=0, lt=2**32)  # of everything that is drawn: data order, sampling, initialisation
+    model: ModelConfig
+    tasks: TasksConfig
+    rewards: dict[str, RewardConfig] = Field(min_length=1)
+    reward_pool: RewardPoolConfig = RewardPoolConfig()
+    dataset_filter: DatasetFilterConfig = DatasetFilterConfig()
+    rollout_batch_size: int = Field(ge=1)  # groups per optimiser step
+    num_return_sequences_in_group: int = Field(ge=1)  # group_size
+    prompt_length: int = Field(ge=1)  # tokens; a prompt with more is dropped before generation
+    response_length: int = Field(ge=1)  # tokens; a response that reaches it without an end token is truncated
+    async_generation_ratio: float = Field(default=0.0, ge=0)  # 0 is synchronous, the only value for now
+    is_use_additional_prompts: bool = False
+    max_additional_running_prompts: int = Field(default=16, ge=0)
+    resampling: ResamplingConfig = ResamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig
+    validation: ValidationConfig = ValidationConfig()
+    records: RecordsConfig = RecordsConfig()
+
+
+ModelConfig.model_rebuild()

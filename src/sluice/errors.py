@@ -1,0 +1,47 @@
+"""One typed error per boundary, so that a caller can tell a bad setting from a broken verifier.
+
+Each message tells four things: what was expected, what came, where, what to do. Faults of single items are never raised as these:
+they become counted data (`sluice.types.Failure`).
+"""
+
+from __future__ import annotations
+
+
+class SluiceError(Exception):
+    """Base of every error that Sluice raises on purpose."""
+
+
+class ConfigError(SluiceError, ValueError):
+    """A setting is wrong: unknown key, impossible combination, wrong type. Raised while loading."""
+
+
+class TaskError(SluiceError, ValueError):
+    """The data are wrong: a data set is missing, unreadable or empty, or a row lacks a field."""
+
+
+class GenerationError(SluiceError, RuntimeError):
+    """The engine is wrong: a model cannot be loaded, a request cannot be served."""
+
+
+class RewardError(SluiceError, RuntimeError):
+    """A verifier or its worker pool is wrong as a whole (single failures are data)."""
+
+
+class FilterError(SluiceError, ValueError):
+    """A filter was given something it cannot judge, or a custom filter answered something that is no answer."""
+
+
+class TrainerError(SluiceError, RuntimeError):
+    """The trainer is wrong: log-probs that do not match, shapes that do not fit."""
+
+
+class ResampleError(SluiceError, RuntimeError):
+    """A batch could not be filled within its bounds. The message names kept and needed, the acceptance rate and the top reasons."""
+
+
+class RecordError(SluiceError, RuntimeError):
+    """A run folder is missing, in use, or not one of ours."""
+
+
+class SchedulerBug(SluiceError, AssertionError):
+    """The machine was told something impossible. The message holds the whole story of the group: please report it."""

@@ -1,0 +1,13 @@
+"""The room that does what the machine decides: an asynchronous shell around engine, verifiers, task source and journal.
+
+    shell.py        LocalShell: plays the machine's instructions on one asyncio loop, in this process
+    validation.py   held-out evaluation: every item, no filter, no refill
+    clock.py        a virtual clock for tests: an event loop whose time jumps
+
+Another player (a cluster, a simulator) takes the same instructions and tells the same events; nothing here decides.
+"""
+
+from sluice.execution.shell import Journal, LocalShell, TaskSource
+from sluice.execution.validation import ValidationResult, validate
+
+__all__ = ["Journal", "LocalShell", "TaskSource", "ValidationResult", "validate"]

@@ -1,0 +1,305 @@
+"""LocalShell: carries out the machine's instructions in this process, on one asyncio loop, and tells the machine what happened.
+
+| part | consumes | waits for | unblocked by |
+|---|---|---|---|
+| `next_batch` | DeliverBatch or Fail | the batch being full | the last member of the last group needed, a bound, or `close` |
+| a member generating | LaunchMember | its generation | the engine's future, a CancelMember |
+| a member being scored | a generation | its score | the scorer's answer (time-limited), a CancelMember |
+
+Shared state changes only inside `_tell`, which never awaits. A cancel is acknowledged here at once and never awaited from an engine:
+what the engine samples for it afterwards is told as late tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Final, Protocol
+
+from sluice.errors import GenerationError, ResampleError, SluiceError
+from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
+from sluice.rewards.base import Scorer
+from sluice.scheduler import Scheduler
+from sluice.scheduler import events as ev
+from sluice.types import Batch, Failure, Rollout, Task, TokenIds, Turn
+
+CLOSE_GRACE_S: Final = 2.0  # how long `close` waits for cancelled generations and scores to settle
+
+
+class TaskSource(Protocol):
+    """Where tasks are drawn from. Both calls are quick and never block."""
+
+    def draw(self) -> tuple[Task, int] | None:
+        """The next task and its epoch; None when nothing is left."""
+
+    def put_back(self, task_id: str, epoch: int) -> None:
+        """The task was drawn in that epoch but never judged: it is drawn again before new ones."""
+
+
+class Journal(Protocol):
+    """Where decisions are written down. Both calls are quick and never block."""
+
+    def group(self, record: ev.GroupRecord) -> None:
+        """A group left."""
+
+    def event(self, level: str, message: str) -> None:
+        """Something a person should know. level: "warning" or "error"."""
+
+
+class _Member:
+    """One attempt under way."""
+
+    __slots__ = ("counted_tokens", "handle", "launch", "score_task", "started_at")
+
+    def __init__(self, launch: ev.LaunchMember, handle: GenerationHandle, started_at: float) -> None:
+        self.launch = launch
+        self.handle = handle
+        self.started_at = started_at
+        self.score_task: asyncio.Task[None] | None = None
+        self.counted_tokens = -1  # tokens told to the machine when it was cancelled; -1: it was not
+
+
+class LocalShell:
+    """Owns one machine and plays its instructions. All methods run on the event loop on which it was made."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        source: TaskSource,
+        engine: Engine,
+        scorer: Scorer,
+        journal: Journal,
+        decode: Callable[[TokenIds], str],
+        response_length: int,
+        temperature: float,
+        on_change: Callable[[], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.source = source
+        self.engine = engine
+        self.scorer = scorer
+        self.journal = journal
+        self._decode = decode
+        self._response_length = response_length
+        self._temperature = temperature
+        self._on_change = on_change  # called after a group left or a batch was delivered
+        self._on_warning = on_warning
+        self._loop = asyncio.get_running_loop()
+        self._members: dict[int, _Member] = {}
+        self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
+        self._score_tasks: set[asyncio.Task[None]] = set()
+        self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
+        self._error: BaseException | None = None
+        self._warned: set[str] = set()
+        self._closed = False
+        self.machine_seconds = 0.0  # spent in the machine, its filters and its ledger
+        self.journal_seconds = 0.0  # spent handing records to the journal
+
+    # ------------------------------------------------------------ what the trainer's side calls
+
+    async def next_batch(self, groups: int) -> tuple[Batch, Mapping[str, float]]:
+        """Fill and return the next batch with the metrics of its filling.
+
+        Raises ResampleError when a bound is reached under `on_exhausted: raise`, and whatever broke the run otherwise.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise SluiceError("the shell is closed: no further batch can be filled")
+        self._batch = self._loop.create_future()
+        self._tell(ev.BatchWanted(groups=groups))
+        return await self._batch
+
+    def step_advanced(self, step: int, *, useful_groups: int = 0, useful_tokens: int = 0) -> None:
+        """The optimiser step on the last batch is done."""
+        self._tell(ev.StepAdvanced(step=step, useful_groups=useful_groups, useful_tokens=useful_tokens))
+
+    async def close(self) -> None:
+        """Cancel and account for everything; bounded in time, idempotent. A waiting `next_batch` is cancelled."""
+        if not self._closed:
+            self._closed = True
+            if self._batch is not None and not self._batch.done():
+                self._batch.cancel()
+            if self._error is None:
+                self._tell(ev.Shutdown())
+            for member in list(self._members.values()):  # only after an error: the machine can no longer say so
+                self._stop(member)
+        pending = [member.handle.future for member in self._let_go] + list(self._score_tasks)
+        if pending:
+            await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
+
+    # ------------------------------------------------------------ the machine
+
+    def _tell(self, event: ev.Event) -> None:
+        """Tell the machine one event and carry out all that follows from it, in order."""
+        try:
+            todo = deque(self._handle(event))
+            while todo:
+                instruction = todo.popleft()
+                kind = type(instruction)
+                if kind is ev.LaunchMember:
+                    self._launch(instruction)  # type: ignore[arg-type]
+                elif kind is ev.RecordGroup:
+                    self._record(instruction)  # type: ignore[arg-type]
+                else:
+                    todo.extendleft(reversed(self._carry_out(instruction)))
+        except Exception as error:
+            self._fail(error)
+
+    def _handle(self, event: ev.Event) -> list[ev.Instruction]:
+        started = perf_counter()
+        instructions = self.scheduler.handle(event, self._loop.time())
+        self.machine_seconds += perf_counter() - started
+        return instructions
+
+    def _carry_out(self, instruction: ev.Instruction) -> list[ev.Instruction]:
+        """Do one instruction other than a launch or a record; returns what the machine answers to its outcome."""
+        match instruction:
+            case ev.DrawTask():
+                drawn = self.source.draw()
+                if drawn is None:
+                    return self._handle(ev.TasksExhausted())
+                return self._handle(ev.TaskDrawn(task=drawn[0], epoch=drawn[1]))
+            case ev.ReturnTask():
+                self.source.put_back(instruction.task.task_id, instruction.epoch)
+            case ev.CancelMember():
+                return self._cancel(instruction.attempt_id)
+            case ev.DeliverBatch():
+                if self._batch is not None and not self._batch.done():
+                    self._batch.set_result((instruction.batch, instruction.metrics))
+                self._changed()
+            case ev.Warn():
+                self._warn(instruction.key, instruction.message)
+            case ev.Fail():
+                self._fail(ResampleError(instruction.message))
+            case _:
+                raise TypeError(f"no way to carry out {instruction!r}")
+        return []
+
+    def _record(self, instruction: ev.RecordGroup) -> None:
+        started = perf_counter()
+        self.journal.group(instruction.record)
+        self.journal_seconds += perf_counter() - started
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change()
+
+    def _warn(self, key: str, message: str) -> None:
+        self.journal.event("warning", message)
+        if key not in self._warned:
+            self._warned.add(key)
+            if self._on_warning is not None:
+                self._on_warning(message)
+
+    def _fail(self, error: BaseException) -> None:
+        """The run cannot go on: whoever waits for a batch is told, now or at the next call."""
+        if self._error is not None:
+            return
+        self._error = error
+        if self._batch is not None and not self._batch.done():
+            self._batch.set_exception(error)
+
+    # ------------------------------------------------------------ members
+
+    def _launch(self, launch: ev.LaunchMember) -> None:
+        handle = self.engine.submit(
+            GenerationRequest(
+                request_id=launch.attempt_id,
+                prompt_ids=launch.task.prompt_ids,
+                max_new_tokens=self._response_length,
+                temperature=self._temperature,
+                seed=launch.seed,
+            )
+        )
+        member = _Member(launch, handle, self._loop.time())
+        self._members[launch.attempt_id] = member
+        handle.future.add_done_callback(lambda future: self._generated(member, future))
+
+    def _generated(self, member: _Member, future: asyncio.Future[Generation]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if member.counted_tokens >= 0:  # it was let go: only its token count still matters
+            self._let_go.discard(member)
+            sampled = member.handle.sampled_tokens if future.cancelled() or error is not None else len(future.result().token_ids)
+            if sampled > member.counted_tokens:
+                self._tell(ev.LateTokens(attempt_id=member.launch.attempt_id, sampled_tokens=sampled - member.counted_tokens))
+            return
+        if self._error is not None:
+            return
+        if error is not None or future.cancelled():
+            del self._members[member.launch.attempt_id]
+            detail = "the engine cancelled it" if error is None else f"{type(error).__name__}: {error}"
+            failure = Failure(cause="infrastructure", reason="engine_error", detail=detail)
+            if error is not None and not isinstance(error, GenerationError):
+                self._fail(error)
+                return
+            self._tell(
+                ev.MemberFailed(
+                    attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens
+                )
+            )
+            return
+        task = self._loop.create_task(self._score(member, future.result()))
+        member.score_task = task
+        self._score_tasks.add(task)
+        task.add_done_callback(self._scored)
+
+    async def _score(self, member: _Member, generation: Generation) -> None:
+        launch = member.launch
+        text = self._decode(generation.token_ids)
+        score = await self.scorer.score(launch.task, text)
+        del self._members[launch.attempt_id]
+        turn = Turn(
+            prompt_ids=launch.task.prompt_ids,
+            token_ids=generation.token_ids,
+            inference_logprobs=generation.inference_logprobs,
+            text=text,
+            finish_reason=generation.finish_reason,
+            policy_version=generation.policy_version,
+        )
+        self._tell(
+            ev.MemberFinished(
+                rollout=Rollout(
+                    attempt_id=launch.attempt_id,
+                    group_id=launch.group_id,
+                    member_index=launch.member_index,
+                    task_id=launch.task.task_id,
+                    turns=(turn,),
+                    finish_reason=generation.finish_reason,
+                    reward=score.reward,
+                    metrics=score.metrics,
+                    failure=score.failure,
+                    seconds=self._loop.time() - member.started_at,
+                )
+            )
+        )
+
+    def _scored(self, task: asyncio.Task[None]) -> None:
+        self._score_tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                self._fail(error)
+
+    def _cancel(self, attempt_id: int) -> list[ev.Instruction]:
+        member = self._members.get(attempt_id)
+        if member is None:
+            return []  # it has just finished: the machine is told so by its MemberFinished
+        tokens = self._stop(member)
+        return self._handle(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=tokens))
+
+    def _stop(self, member: _Member) -> int:
+        """Let go of a member; the number of tokens it had sampled."""
+        del self._members[member.launch.attempt_id]
+        member.counted_tokens = member.handle.sampled_tokens
+        if member.score_task is not None:
+            member.score_task.cancel()
+        elif not member.handle.future.done():
+            self._let_go.add(member)
+            member.handle.cancel()
+        return member.counted_tokens

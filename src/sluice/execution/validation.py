@@ -1,0 +1,98 @@
+"""Held-out evaluation: exactly one result per item and repeat, with no filter, no refill, no early stop.
+
+An item whose score is missing (its verifier failed) is unscored: counted apart, never a zero. An engine that breaks ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice.generation.base import Engine, Generation, GenerationRequest
+from sluice.rewards.base import Scorer
+from sluice.scheduler.groups import mix
+from sluice.types import Task, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationResult:
+    """What a held-out evaluation found, over all domains or for one."""
+
+    items: int  # results asked for: tasks x repeats
+    scored: int
+    reward_sum: float
+    unscored: Mapping[str, int]  # reason -> results without a reward
+    truncated: int  # responses cut by the token limit; they are scored like any other
+    sampled_tokens: int
+
+    @property
+    def mean(self) -> float | None:
+        """Mean raw reward over the scored results (accuracy when rewards are 0 or 1); None: nothing was scored."""
+        return self.reward_sum / self.scored if self.scored else None
+
+
+async def validate(
+    tasks: Sequence[Task],
+    *,
+    engine: Engine,
+    scorer: Scorer,
+    decode: Callable[[TokenIds], str],
+    response_length: int,
+    temperature: float,
+    repeats: int = 1,
+    seed: int = 0,
+    on_result: Callable[[int, int], None] | None = None,
+) -> dict[str, ValidationResult]:
+    """Generate and score every task `repeats` times; results by domain. temperature 0 is greedy."""
+    done = 0
+
+    async def one(request_id: int, task: Task, repeat: int) -> tuple[str, float | None, str, Generation]:
+        nonlocal done
+        handle = engine.submit(
+            GenerationRequest(
+                request_id=request_id,
+                prompt_ids=task.prompt_ids,
+                max_new_tokens=response_length,
+                temperature=temperature,
+                seed=mix(seed, request_id, repeat),
+                purpose="validation",
+            )
+        )
+        try:
+            generation = await handle.future
+        except asyncio.CancelledError:
+            handle.cancel()
+            raise
+        score = await scorer.score(task, decode(generation.token_ids))
+        done += 1
+        if on_result is not None:
+            on_result(done, len(tasks) * repeats)
+        return task.domain, score.reward, "" if score.failure is None else score.failure.reason, generation
+
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(one(repeat * len(tasks) + index, task, repeat), name=f"validate {task.task_id} #{repeat}")
+            for repeat in range(repeats)
+            for index, task in enumerate(tasks)
+        ]
+    results: dict[str, list[tuple[float | None, str, Generation]]] = {}
+    for task in running:
+        domain, reward, reason, generation = task.result()
+        results.setdefault(domain, []).append((reward, reason, generation))
+    return {domain: _summarise(rows) for domain, rows in sorted(results.items())}
+
+
+def _summarise(rows: Sequence[tuple[float | None, str, Generation]]) -> ValidationResult:
+    unscored: dict[str, int] = {}
+    for reward, reason, _ in rows:
+        if reward is None:
+            unscored[reason] = unscored.get(reason, 0) + 1
+    return ValidationResult(
+        items=len(rows),
+        scored=len(rows) - sum(unscored.values()),
+        reward_sum=float(sum(reward for reward, _, _ in rows if reward is not None)),
+        unscored=unscored,
+        truncated=sum(generation.finish_reason == "length" for _, _, generation in rows),
+        sampled_tokens=sum(len(generation.token_ids) for _, _, generation in rows),
+    )

@@ -1,0 +1,151 @@
+"""Where every attempt and every token ended: each ends exactly once, and the sum equals the engine's own count.
+
+An attempt is `running` until it is settled; a finished member of a group that has not left yet is `open`. From then on it has one outcome:
+
+    trained     in a batch that an optimiser step consumed
+    dropped     its whole group was dropped by a verdict
+    rejected    the response filter, a missing reward or the truncation policy took it out of its group
+    failed      it never delivered
+    cancelled   it was stopped before it finished
+    surplus     its group was accepted, but the batch was full
+    discarded   it finished, but its group was abandoned (batch full, end of the run)
+
+Tokens that an engine sampled for an attempt after it had been let go are `late`: tokens without an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+OUTCOMES: Final = ("trained", "dropped", "rejected", "failed", "cancelled", "surplus", "discarded")
+TOKEN_OUTCOMES: Final = (*OUTCOMES, "late", "open")
+
+
+class Ledger:
+    """Counts of attempts, groups and sampled tokens by outcome and reason. Pure: told what happened, never asks."""
+
+    __slots__ = (
+        "_attempts",
+        "_group_reasons",
+        "_groups",
+        "_rejections",
+        "_tokens",
+        "attempts_launched",
+        "groups_launched",
+        "late_results",
+        "open_attempts",
+        "useful_groups",
+        "useful_tokens",
+    )
+
+    def __init__(self) -> None:
+        self._attempts = dict.fromkeys(OUTCOMES, 0)
+        self._tokens = dict.fromkeys(TOKEN_OUTCOMES, 0)
+        self._groups = {"trained": 0, "dropped": 0, "cancelled": 0, "surplus": 0, "discarded": 0}
+        self._group_reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> dropped groups
+        self._rejections: dict[str, int] = {}  # reason -> single members taken out of their group
+        self.attempts_launched = 0
+        self.groups_launched = 0
+        self.open_attempts = 0  # finished, their group has not left
+        self.late_results = 0  # results of attempts that had already ended
+        self.useful_groups = 0  # trained groups in which some rollout has a non-zero advantage
+        self.useful_tokens = 0  # tokens of trained rollouts with non-zero advantage
+
+    # ------------------------------------------------------------ what happened
+
+    def member_opened(self, tokens: int) -> None:
+        """A member finished and waits for its group."""
+        self.open_attempts += 1
+        self._tokens["open"] += tokens
+
+    def members_left(self, outcome: str, attempts: int, tokens: int) -> None:
+        """Open members of a group leave with their group."""
+        self.open_attempts -= attempts
+        self._tokens["open"] -= tokens
+        self._attempts[outcome] += attempts
+        self._tokens[outcome] += tokens
+
+    def attempt_ended(self, outcome: str, tokens: int, reason: str | None = None) -> None:
+        """A running attempt ends by itself: rejected, failed, cancelled."""
+        self._attempts[outcome] += 1
+        self._tokens[outcome] += tokens
+        if reason is not None:
+            self._rejections[reason] = self._rejections.get(reason, 0) + 1
+
+    def tokens_came_late(self, tokens: int) -> None:
+        """An engine sampled tokens for an attempt that had already been let go."""
+        self._tokens["late"] += tokens
+
+    def group_left(self, outcome: str, category: str | None, reason: str) -> None:
+        """A launched group leaves."""
+        self._groups[outcome] += 1
+        if category is not None:
+            key = (category, reason)
+            self._group_reasons[key] = self._group_reasons.get(key, 0) + 1
+
+    def trained_usefully(self, groups: int, tokens: int) -> None:
+        """The trainer reports what of its batch had a non-zero advantage."""
+        self.useful_groups += groups
+        self.useful_tokens += tokens
+
+    # ------------------------------------------------------------ what it says
+
+    @property
+    def attempts(self) -> Mapping[str, int]:
+        """Settled attempts by outcome."""
+        return self._attempts
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """Sampled tokens by outcome, `open` ones included. Tokens of attempts still running are not in it yet."""
+        return self._tokens
+
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """Groups that left, by outcome."""
+        return self._groups
+
+    @property
+    def rejected_groups(self) -> Mapping[tuple[str, str], int]:
+        """Dropped groups by (category, reason)."""
+        return self._group_reasons
+
+    @property
+    def rejected_members(self) -> Mapping[str, int]:
+        """Members taken out of their group, by reason."""
+        return self._rejections
+
+    @property
+    def total_tokens(self) -> int:
+        """All sampled tokens accounted for so far."""
+        return sum(self._tokens.values())
+
+    @property
+    def running_attempts(self) -> int:
+        """Attempts launched and not yet settled."""
+        return self.attempts_launched - self.open_attempts - sum(self._attempts.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens, attempts and groups by outcome since the start of the run; shares of each whole sum to 1."""
+        total = self.total_tokens
+        out: dict[str, float] = {"ledger/tokens/total": float(total)}
+        for outcome, tokens in self._tokens.items():
+            out[f"ledger/tokens/{outcome}"] = float(tokens)
+            if total:
+                out[f"ledger/token_share/{outcome}"] = tokens / total
+        for outcome, attempts in self._attempts.items():
+            out[f"ledger/attempts/{outcome}"] = float(attempts)
+        for outcome, groups in self._groups.items():
+            out[f"ledger/groups/{outcome}"] = float(groups)
+        for reason, count in self._rejections.items():
+            out[f"ledger/rejected_members/{reason}"] = float(count)
+        left = sum(self._groups.values())
+        for (category, reason), count in self._group_reasons.items():
+            out[f"scheduler/rejected/{category}/{reason}"] = float(count)
+            out[f"scheduler/rejected_rate/{category}/{reason}"] = count / left
+        if total:
+            out["ledger/useful_token_yield"] = self.useful_tokens / total
+        if self.useful_groups:
+            out["ledger/tokens_per_useful_group"] = total / self.useful_groups
+        return out

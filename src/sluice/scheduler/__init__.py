@@ -1,0 +1,16 @@
+"""The room that decides when to launch, replace, accept, cancel and deliver. Pure: no clock, no torch, no asyncio.
+
+    events.py    what the machine is told and what it answers; one record per group that left
+    buffer.py    ReplayBuffer: begin, commit or abort, take; quota and expiry
+    groups.py    a group on its way, and its story
+    machine.py   Scheduler: handle(event, now) -> instructions
+
+A new kind of event is a record in events.py, a line in `Scheduler._handlers`, and its method. Whatever a player (shell, simulator) must
+do is an instruction, never a call from here.
+"""
+
+from sluice.scheduler.buffer import ReplayBuffer
+from sluice.scheduler.events import GroupRecord
+from sluice.scheduler.machine import Scheduler, SchedulerConfig
+
+__all__ = ["GroupRecord", "ReplayBuffer", "Scheduler", "SchedulerConfig"]

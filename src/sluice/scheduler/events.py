@@ -1,0 +1,171 @@
+"""What the machine is told (events) and what it answers (instructions): the score that every player plays.
+
+Players are the local shell, the simulator and, for a cluster, Ray. All records are frozen; the machine never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sluice.types import EMPTY, Batch, Category, Failure, Rollout, Task
+
+# ---------------------------------------------------------------- events: something happened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWanted:
+    """The trainer asks for its next batch. At most one request is open at a time."""
+
+    groups: int  # >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDrawn:
+    """The task source answered a `DrawTask`."""
+
+    task: Task
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksExhausted:
+    """The task source answered a `DrawTask`: nothing is left, until a task is returned to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFinished:
+    """An attempt delivered a rollout, scored (`reward`) or with the reason why it has no reward (`failure`)."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFailed:
+    """An attempt never delivered: crash, lost worker, engine error."""
+
+    attempt_id: int
+    failure: Failure
+    sampled_tokens: int  # what it had sampled by then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberCancelled:
+    """The shell carried out a `CancelMember`. Sent at once by the shell, never awaited from an engine."""
+
+    attempt_id: int
+    sampled_tokens: int  # what it had sampled when the shell let go of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateTokens:
+    """The engine sampled further tokens for an attempt that had already ended (a forward pass under way at its cancel)."""
+
+    attempt_id: int
+    sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAdvanced:
+    """The optimiser step on the last delivered batch is done; the run is now at `step`."""
+
+    step: int
+    useful_groups: int = 0  # groups of that batch with some non-zero advantage
+    useful_tokens: int = 0  # sampled tokens of its rollouts with non-zero advantage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """The run ends: everything running is cancelled, everything waiting is discarded and counted."""
+
+
+Event = BatchWanted | TaskDrawn | TasksExhausted | MemberFinished | MemberFailed | MemberCancelled | LateTokens | StepAdvanced | Shutdown
+
+# ---------------------------------------------------------------- instructions: do something
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawTask:
+    """Draw one task and answer with `TaskDrawn` or `TasksExhausted`."""
+
+
+class LaunchMember(NamedTuple):
+    """Start one attempt at one member. A named tuple, since one is made for every attempt and this is three times faster."""
+
+    attempt_id: int
+    group_id: int
+    member_index: int
+    task: Task
+    seed: int  # of this attempt alone: the same seed, prompt and weights sample the same tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelMember:
+    """Stop one attempt, generation or reward call, and answer with `MemberCancelled` at once."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnTask:
+    """A drawn task was never judged (its group was cancelled or not needed): draw it again before new ones."""
+
+    task: Task
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverBatch:
+    """Hand this batch to the trainer."""
+
+    batch: Batch
+    metrics: Mapping[str, float]  # of its filling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordGroup:
+    """A group left: write its record down."""
+
+    record: GroupRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warn:
+    """Tell the user; each `key` once per run unless the machine repeats it on purpose."""
+
+    key: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The run cannot go on as configured: raise `ResampleError(message)` where the batch is awaited."""
+
+    message: str
+
+
+Instruction = DrawTask | LaunchMember | CancelMember | ReturnTask | DeliverBatch | RecordGroup | Warn | Fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """How one launched group left: exactly one of these per group, written once, never recomputed."""
+
+    group_id: int
+    task_id: str
+    domain: str
+    epoch: int
+    round: int
+    start_step: int  # global_step at launch
+    end_step: int  # global_step at exit
+    outcome: str  # "trained", "dropped", "surplus", "cancelled", "discarded"
+    reason: str  # "kept", or the verdict's reason, or why it was cancelled
+    category: Category | None  # None unless dropped
+    source: str  # the filter or the part of the machine that decided
+    attempts: int  # attempts launched for it, replacements included
+    sampled_tokens: int  # by all its attempts
+    seconds: float  # from launch to exit
+    policy_version: int  # oldest among its rollouts; -1: none delivered
+    rewards: tuple[float | None, ...]  # raw task reward per member; None: no reward
+    evidence: Mapping[str, float] = field(default_factory=lambda: EMPTY)

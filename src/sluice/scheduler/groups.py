@@ -1,0 +1,98 @@
+"""A group on its way: which member has delivered, which attempt is under way, and the story so far."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Final
+
+from sluice.types import Category, Rollout, Task
+
+# splitmix64 (Steele et al., 2014)
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # splitmix64's increment: consecutive inputs give unrelated outputs
+
+
+def scramble(value: int) -> int:
+    """A 63-bit number from any integer, by splitmix64: the same on every machine, unrelated for neighbouring inputs."""
+    state = value + _GOLDEN & _MASK
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+    return (state ^ (state >> 31)) >> 1
+
+
+def mix(*values: int) -> int:
+    """One 63-bit number from several, in order."""
+    state = 0
+    for value in values:
+        state = scramble(state ^ value)
+    return state
+
+
+class OpenGroup:
+    """A launched group that has not left. Mutable, owned by the machine alone."""
+
+    __slots__ = (
+        "attempts",
+        "category",
+        "counted",
+        "delivered",
+        "end_step",
+        "epoch",
+        "evidence",
+        "group_id",
+        "lost",
+        "missing",
+        "open_tokens",
+        "outcome",
+        "reason",
+        "round",
+        "running",
+        "slots",
+        "seed",
+        "source",
+        "start_step",
+        "started_at",
+        "story",
+        "task",
+        "tokens",
+        "tries",
+    )
+
+    def __init__(self, *, group_id: int, task: Task, epoch: int, round: int, start_step: int, size: int, seed: int, now: float) -> None:
+        self.group_id = group_id
+        self.task = task
+        self.epoch = epoch
+        self.round = round
+        self.start_step = start_step
+        self.started_at = now
+        self.seed = mix(seed, epoch, zlib.crc32(task.task_id.encode()))
+        self.delivered: list[Rollout | None] = [None] * size  # by member_index
+        self.counted = [False] * size  # whether the delivered member enters statistics
+        self.tries = [0] * size  # attempts launched per member
+        self.missing = size  # members that have neither delivered nor been lost
+        self.lost = 0  # members whose rounds are used up
+        self.running = 0  # attempts under way
+        self.slots = [-1] * size  # id of the attempt under way for each member; -1: none
+        self.attempts = 0
+        self.tokens = 0  # sampled by settled attempts and delivered members
+        self.open_tokens = 0  # of these, by delivered members
+        self.outcome: str | None = None  # set once, when the group is on its way out
+        self.reason = ""
+        self.category: Category | None = None
+        self.source = ""
+        self.evidence: dict[str, float] = {}
+        self.end_step = start_step
+        self.story: list[tuple[float, str, int]] = [(now, "launched", round)]
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Raw task reward per member; None: none delivered, or delivered without one."""
+        return tuple(None if rollout is None else rollout.reward for rollout in self.delivered)
+
+    def tell(self) -> str:
+        """The whole story of the group, one line an event, for error messages."""
+        start = self.story[0][0]
+        lines = [f"group {self.group_id}, task {self.task.task_id!r}, domain {self.task.domain!r}, epoch {self.epoch}, round {self.round}:"]
+        lines += [f"  +{when - start:.3f}s {what} {number}" for when, what, number in self.story]
+        lines.append(f"  members delivered {[i for i, r in enumerate(self.delivered) if r is not None]}, running {[i for i in self.slots if i >= 0]}")
+        return "\n".join(lines)
