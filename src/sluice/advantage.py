@@ -1,0 +1,303 @@
+"""From rewards to advantages: each rollout is compared with the siblings of its own group. NumPy only.
+
+What holds for every function here:
+
+- Groups are told apart by id, never by position; sizes may differ and members may stand anywhere.
+- One entry is one rollout, with one vote. Rollouts that were split into rows are folded first (`fold_rows`) and unfolded afterwards.
+- A member that is masked out, or has no reward (None or NaN), is outside every statistic and has advantage 0. An infinite reward, and a
+  NaN that an explicit mask calls present, is a `ValueError` that names the entry.
+- A group without spread has advantage exactly 0; whether it has is decided by comparing the rewards as they came, before any rounding. The
+  same holds for a group of which one member is left.
+- An advantage is always finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.intp]
+
+
+def group_relative(
+    rewards: Any, group_ids: Any, mask: Any = None, scale: Literal["std", "none"] = "std", ddof: int = 1, eps: float = 1e-8
+) -> Floats:
+    """Reward minus the mean of its group, and with scale "std" divided by (standard deviation of its group + eps). [N]
+
+    `rewards`: [N] raw rewards, one per rollout; None or NaN where there is none. `group_ids`: [N] anything hashable. `mask`: [N] True where
+    the rollout counts; None: all that have a reward. `ddof`: 1 for the sample deviation, 0 for that of the population. `eps` is in units of
+    the reward; with a tiny spread it makes advantages smaller, never larger: no |advantage| exceeds (G - 1) / sqrt(G) with ddof = 1, or
+    sqrt(G - 1) with ddof = 0. scale "std" is GRPO (arXiv 2402.03300), "none" only centres (Dr. GRPO, arXiv 2503.20783).
+    Raises ValueError for lengths that differ, entries that are no numbers, and settings out of range.
+    """
+    if scale not in ("std", "none"):
+        raise ValueError(f"scale must be 'std' or 'none', got {scale!r}")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof!r}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps must be finite and at least 0, got {eps!r}")
+    groups = _Groups.read(rewards, group_ids, mask)
+    index, n, span = groups.index, groups.n, groups.span
+    mean = groups.sum(groups.unit) / np.maximum(n, 1)
+    centred: Floats = np.where(groups.present, groups.unit - mean[index], 0.0)
+    if scale == "none":
+        centred *= span[index]
+        return centred
+    std = np.sqrt(groups.sum(centred * centred) / np.maximum(n - ddof, 1))
+    with np.errstate(over="ignore"):  # a span so small that eps is everything: the quotient is 0, as it should be
+        divisor = std + np.divide(eps, span, out=np.zeros_like(span), where=span > 0)
+    advantages = np.zeros_like(centred)
+    np.divide(centred, divisor[index], out=advantages, where=span[index] > 0)
+    return advantages
+
+
+def leave_one_out(rewards: Any, group_ids: Any, mask: Any = None) -> Floats:
+    """Reward minus the mean reward of the other members of its group (RLOO, arXiv 2402.14740). [N]
+
+    Never divided by a spread, so that a lone success among equal failures has an advantage of the size of its reward. Arguments and errors
+    are those of `group_relative`.
+    """
+    groups = _Groups.read(rewards, group_ids, mask)
+    n, total = groups.n[groups.index], groups.sum(groups.unit)[groups.index]
+    advantages = np.zeros_like(total)
+    np.divide(n * groups.unit - total, n - 1, out=advantages, where=groups.present & (n > 1))
+    advantages *= groups.span[groups.index]
+    return advantages
+
+
+def no_signal(rewards: Any, group_ids: Any, mask: Any = None) -> dict[Hashable, bool]:
+    """Which groups teach nothing, by group id in order of first appearance: those whose present rewards are all equal, or fewer than two.
+
+    A property of each group alone: it does not depend on other groups, nor on how advantages are scaled. Arguments and errors are those of
+    `group_relative`.
+    """
+    groups = _Groups.read(rewards, group_ids, mask)
+    return dict(zip(groups.ids, (groups.span == 0).tolist(), strict=True))
+
+
+def normalise_by_function(
+    rewards: Mapping[str, Any], group_ids: Any, mask: Any = None, scale: Literal["std", "none"] = "std", ddof: int = 1, eps: float = 1e-8
+) -> dict[str, Floats]:
+    """`group_relative` of each of several reward functions by itself; NaN where that function gave nothing. Function name -> [N]
+
+    What one function misses touches neither the other functions nor its own values elsewhere. Deal with the NaN before adding them up.
+    Arguments and errors are those of `group_relative`; here the mask may cover entries without a reward.
+    """
+    normalised = {}
+    for name, values in rewards.items():
+        try:
+            has_reward = _read_rewards(values)[1]
+            counted = None if mask is None else _read_mask(mask, len(has_reward)) & has_reward
+            normalised[name] = np.where(has_reward, group_relative(values, group_ids, counted, scale, ddof, eps), np.nan)
+        except ValueError as error:
+            raise ValueError(f"reward function {name!r}: {error}") from None
+    return normalised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedRows:
+    """Rollouts that were split into several rows, as one entry per rollout."""
+
+    rollout_ids: tuple[Hashable, ...]  # [R] in order of first appearance
+    group_ids: tuple[Hashable, ...]  # [R]
+    rewards: tuple[float | None, ...]  # [R] None: it has none
+    rollout_of_row: Indices  # [N] index into the above
+
+    def unfold(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give each row the value of its rollout: [R] -> [N]."""
+        if np.shape(values) != (len(self.rollout_ids),):
+            raise ValueError(f"unfold: expected one value per rollout, shape ({len(self.rollout_ids)},), got shape {np.shape(values)}")
+        return np.asarray(values)[self.rollout_of_row]
+
+
+def fold_rows(
+    row_rewards: Sequence[Any],
+    rollout_ids: Sequence[Hashable],
+    group_ids: Sequence[Hashable],
+    rollout_rewards: Mapping[Any, Any] | None = None,
+) -> FoldedRows:
+    """Make one entry per rollout out of rows, so that a rollout has one vote however many rows it has.
+
+    `row_rewards`, `rollout_ids`, `group_ids`: [N], one per row. `rollout_rewards`: the reward of each rollout by its id; then `row_rewards`
+    is not looked at. Raises ValueError when rows of one rollout name different groups, or different rewards without `rollout_rewards`.
+    """
+    if not len(row_rewards) == len(rollout_ids) == len(group_ids):
+        raise ValueError(
+            f"fold_rows: expected one reward, rollout id and group id per row, got {len(row_rewards)} rewards, "
+            f"{len(rollout_ids)} rollout ids and {len(group_ids)} group ids"
+        )
+    position: dict[Hashable, int] = {}
+    groups: list[Hashable] = []
+    rewards: list[float | None] = []
+    rows = np.empty(len(rollout_ids), dtype=np.intp)
+    for row, (rollout, group) in enumerate(zip(_listed(rollout_ids, "rollout id"), _listed(group_ids, "group id"), strict=True)):
+        if rollout_rewards is None:
+            reward = _read_number(row_rewards[row], row)
+        elif rollout in rollout_rewards:
+            reward = _read_number(rollout_rewards[rollout], row)
+        else:
+            raise ValueError(f"fold_rows: rollout_rewards has no reward for rollout {rollout!r} (row {row}) - give one for every rollout")
+        index = position.setdefault(rollout, len(position))
+        rows[row] = index
+        if index == len(rewards):
+            groups.append(group)
+            rewards.append(reward)
+        elif groups[index] != group:
+            raise ValueError(f"fold_rows: row {row} of rollout {rollout!r} is in group {group!r}, an earlier one in {groups[index]!r}")
+        elif rewards[index] != reward:
+            raise ValueError(
+                f"fold_rows: row {row} of rollout {rollout!r} has reward {reward!r}, an earlier one {rewards[index]!r} - a rollout has one "
+                "reward: give it in rollout_rewards"
+            )
+    return FoldedRows(rollout_ids=tuple(position), group_ids=tuple(groups), rewards=tuple(rewards), rollout_of_row=rows)
+
+
+def to_tokens(advantage: float, masks: Sequence[Any]) -> list[Floats]:
+    """Spread the advantage of one rollout over its steps: the scalar times each step's own mask. One [T_i] per step, as the masks are."""
+    return [advantage * np.asarray(mask, dtype=np.float64) for mask in masks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """Rewards sorted into groups, each measured in its own unit: 0 is the smallest reward of its group, 1 the largest.
+
+    So neither a large common offset nor a very small or large spread costs digits, and no square overflows.
+    """
+
+    ids: tuple[Hashable, ...]  # [K] in order of first appearance
+    index: Indices  # [N] into ids
+    present: Bools  # [N] in the statistics
+    unit: Floats  # [N] (reward - smallest of its group) / span; 0 where not present or without spread
+    span: Floats  # [K] largest minus smallest; 0 exactly when the present rewards are equal, or fewer than two
+    n: Floats  # [K] number of present members, as float
+
+    def sum(self, values: Floats) -> Floats:
+        """Sum by group of values that are 0 where not present. [N] -> [K]"""
+        return np.bincount(self.index, weights=values, minlength=len(self.ids)).astype(np.float64, copy=False)
+
+    @classmethod
+    def read(cls, rewards: Any, group_ids: Any, mask: Any) -> _Groups:
+        """Check the arguments of the public functions and measure."""
+        values, has_reward = _read_rewards(rewards)
+        ids, index = _read_ids(group_ids)
+        if len(index) != len(values):
+            raise ValueError(f"expected one group id per reward, got {len(index)} group ids for {len(values)} rewards")
+        present = has_reward if mask is None else _read_mask(mask, len(values))
+        bad = np.flatnonzero(present & ~(has_reward & np.isfinite(values)))
+        if len(bad):
+            came = repr(values[bad[0]].item()) if has_reward[bad[0]] else "None or NaN"
+            raise ValueError(
+                f"expected a finite reward at index {bad[0]} (group {ids[index[bad[0]]]!r}), got {came} - give None or NaN for a "
+                "reward that is missing, and mask it out when there is a mask"
+            )
+        offset, span = _measure(values, present, index, len(ids))
+        scale = span[index]
+        return cls(
+            ids=ids,
+            index=index,
+            present=present,
+            unit=np.divide(offset, scale, out=np.zeros(len(index)), where=scale > 0),
+            span=span,
+            n=np.bincount(index[present], minlength=len(ids)).astype(np.float64),
+        )
+
+
+def _measure(values: npt.NDArray[Any], present: Bools, index: Indices, k: int) -> tuple[Floats, Floats]:
+    """Distance of each present reward from the smallest of its group [N], and the largest distance in each group [K].
+
+    Differences are taken in the type of the rewards, so that what differs there differs here.
+    """
+    offset, span = np.zeros(len(index)), np.zeros(k)
+    at = np.flatnonzero(present)
+    order = at[np.argsort(index[at], kind="stable")]
+    if len(order):
+        starts = np.flatnonzero(np.diff(index[order], prepend=-1))
+        ordered = values[order]
+        low = np.repeat(np.minimum.reduceat(ordered, starts), np.diff(starts, append=len(order)))
+        with np.errstate(over="ignore"):
+            distance = (ordered - low).astype(np.float64)
+        far = np.flatnonzero(~np.isfinite(distance))
+        if len(far):
+            raise ValueError(
+                f"expected rewards of one group whose differences fit into a float64, got {ordered[far[0]].item()} at "
+                f"index {order[far[0]]} - check the verifier"
+            )
+        offset[order] = distance
+        span[index[order[starts]]] = np.maximum.reduceat(distance, starts)
+    return offset, span
+
+
+def _read_rewards(rewards: Any) -> tuple[npt.NDArray[Any], Bools]:
+    """Rewards in a type that holds them and their differences exactly (0 where missing), and where there is one. [N], [N]"""
+    if isinstance(rewards, np.ndarray) and rewards.dtype.kind in "biuf" and rewards.ndim == 1:
+        values = rewards
+        has_reward = ~np.isnan(values)
+    else:
+        numbers = [_read_number(item, position) for position, item in enumerate(_listed(rewards, "reward"))]
+        has_reward = np.array([number is not None for number in numbers], dtype=np.bool_)
+        values = np.asarray([0 if number is None else number for number in numbers])
+    if values.dtype.kind == "i":
+        values = values.astype(np.int64)
+        is_too_wide = len(values) > 0 and float(values.max()) - float(values.min()) >= -float(np.iinfo(np.int64).min)
+        return (values.astype(np.float64) if is_too_wide else values), has_reward
+    if values.dtype in (np.uint64, np.longdouble):
+        return values, has_reward
+    return values.astype(np.float64), has_reward
+
+
+def _read_number(item: Any, position: int) -> Any:
+    """One reward as a Python or long number, or None when it is missing."""
+    if getattr(item, "shape", None) == () and hasattr(item, "item") and not isinstance(item, np.longdouble):
+        item = item.item()  # numpy scalars, 0-dim arrays and tensors
+    if item is None or (isinstance(item, float | np.floating) and np.isnan(item)):
+        return None
+    if not isinstance(item, Real):
+        raise ValueError(
+            f"expected one number as the reward at index {position}, got {item!r} - one entry is one rollout: sum the rewards of its "
+            "steps, and fold its rows with fold_rows"
+        )
+    return item
+
+
+def _read_ids(group_ids: Any) -> tuple[tuple[Hashable, ...], Indices]:
+    """The different ids in order of first appearance [K], and which of them each entry has [N]."""
+    if isinstance(group_ids, np.ndarray) and group_ids.dtype.kind in "iu" and group_ids.ndim == 1:
+        ids, first, index = np.unique(group_ids, return_index=True, return_inverse=True)
+        by_appearance = np.argsort(first)
+        rank = np.empty(len(ids), dtype=np.intp)
+        rank[by_appearance] = np.arange(len(ids))
+        return tuple(ids[by_appearance].tolist()), rank[index]
+    position: dict[Hashable, int] = {}
+    try:
+        indices = [position.setdefault(group_id, len(position)) for group_id in _listed(group_ids, "group id")]
+    except TypeError as error:
+        raise ValueError(f"expected hashable group ids, got {error} - give one number or text per rollout") from None
+    return tuple(position), np.array(indices, dtype=np.intp)
+
+
+def _read_mask(mask: Any, n: int) -> Bools:
+    array = np.asarray(_listed(mask, "mask entry"))
+    if len(array) != n:
+        raise ValueError(f"expected one mask entry per reward, got {len(array)} for {n} rewards")
+    if n and (array.ndim != 1 or array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all()):
+        raise ValueError(f"expected a mask of true and false, one per rollout, got {array!r}")
+    return array.astype(np.bool_)
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    """The entries of a list, tuple, array or tensor of one dimension."""
+    if getattr(values, "ndim", 1) != 1:
+        raise ValueError(f"expected one {what} per rollout, shape [N], got shape {tuple(values.shape)} - one entry is one rollout")
+    if hasattr(values, "tolist"):
+        return list(values.tolist())
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
+        raise ValueError(f"expected one {what} per rollout, in a list or array, got {values!r}")
+    return list(values)

@@ -1,0 +1,153 @@
+"""Your own filter, by import path: a function, or a class with `.judge`.
+
+A function is called with the group (or, for a response filter, the rollout) and the `filter_args`; a class is built once, with the
+`filter_args`, and its `.judge` is called with the group or rollout. Answers: True keeps, False drops, or a whole `Verdict`; `numpy.bool_`
+and 0-dim arrays or tensors that hold a truth value count as booleans. Anything else is a `FilterError` at the first call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sluice.errors import ConfigError, FilterError
+from sluice.filters.base import Filter
+from sluice.filters.context import FilterContext
+from sluice.filters.group_rewards import read_group
+from sluice.filters.naming import nearest
+from sluice.types import Category, Group, Rollout, Verdict
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Filter[T]):
+    """Calls user code and makes a verdict of its answer.
+
+    A group that is not whole is dropped before user code sees it, as by the built-in filters.
+    """
+
+    name = "custom"
+
+    path: str
+    function: Callable[[T], object]
+    category: Category  # of a drop that came as a plain False
+
+    @property
+    def label(self) -> str:
+        """The name of the function or class, without its module."""
+        return self.path.rpartition(".")[2]
+
+    def judge(self, item: T, /) -> Verdict:
+        """Ask the user's code."""
+        if isinstance(item, Group):
+            stats = read_group(item, self.context)
+            if stats.fault:
+                return Verdict.dropped(stats.fault, "invalid", self.path, {"n": stats.n, "size": stats.size})
+        try:
+            answer = self.function(item)
+        except Exception as error:
+            raise FilterError(
+                f"{self.context.where}: {self.path} raised {type(error).__name__} on {_told(item)}: {error} - correct the filter"
+            ) from error
+        if isinstance(answer, Verdict):
+            return answer if answer.source else replace(answer, source=self.path)
+        if _truth(answer, self.path, self.context.where):
+            return Verdict.kept(self.path)
+        return Verdict.dropped(self.label, self.category, self.path)
+
+
+def load(path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Callable[[Any], object]:
+    """Find the user's filter and check, without calling it on anything, that it can be called as it will be. Raises `ConfigError`."""
+    found = _find(path, context.where)
+    if inspect.isclass(found):
+        function = _judge_of(found, path, filter_args, context)
+        arguments: Mapping[str, Any] = {}
+    elif callable(found):
+        function, arguments = found, dict(filter_args)
+    else:
+        raise ConfigError(
+            f"{context.where}.type must name a function or a class, got {path} = {found!r} - name something that can be called"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{context.where}.type must name a plain function, got the coroutine function {path} - filters decide without waiting"
+        )
+    _check_call(function, (None,), arguments, f"{path} is called with the group or rollout", context)
+    return (lambda item: function(item, **arguments)) if arguments else function
+
+
+def _find(path: str, where: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}.type must be a built-in filter or an import path package.module.name, got {path!r}, and importing {module_name!r} "
+            f"raised {type(error).__name__}: {error} - check the path, and that the package is installed or on PYTHONPATH"
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [known for known in dir(module) if not known.startswith("_")]
+        raise ConfigError(f"{where}.type: module {module_name!r} has no {name!r} - {nearest(name, public)}") from None
+
+
+def _judge_of(cls: type, path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Callable[[Any], object]:
+    """The bound `.judge` of a new instance."""
+    if callable(getattr(cls, "filter", None)):
+        raise ConfigError(
+            f"{context.where}.type must name a class with .judge (True keeps) and without .filter (True drops), got {path} with .filter - "
+            "rename the method and return the opposite"
+        )
+    if not callable(getattr(cls, "judge", None)):
+        raise ConfigError(f"{context.where}.type must name a function or a class with .judge, got the class {path} without it - add it")
+    _check_call(cls, (), filter_args, f"{path} is built with", context)
+    try:
+        instance = cls(**filter_args)
+    except Exception as error:
+        raise ConfigError(
+            f"{context.where}: building {path} raised {type(error).__name__}: {error} - correct its filter_args or the class"
+        ) from error
+    function: Callable[[Any], object] = instance.judge
+    return function
+
+
+def _check_call(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, Any], how: str, context: FilterContext
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, without a signature: the first call will tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{context.where}.type: {how} and the filter_args {sorted(kwargs)}, which its signature {signature} does not take ({error}) - "
+            f"change the signature or {context.where}.filter_args"
+        ) from error
+
+
+def _truth(answer: object, path: str, where: str) -> bool:
+    if isinstance(answer, bool | np.bool_):
+        return bool(answer)
+    if not isinstance(answer, np.generic) and getattr(answer, "shape", None) == () and hasattr(answer, "item"):  # a 0-dim array or tensor
+        value = answer.item()
+        if value in (True, False):
+            return bool(value)
+    cls = f"{type(answer).__module__}.{type(answer).__qualname__}"
+    raise FilterError(f"{where}: {path} must answer True (keep), False (drop) or a Verdict, got {answer!r} ({cls}) - return a bool")
+
+
+def _told(item: object) -> str:
+    if isinstance(item, Group):
+        return f"group {item.group_id} (task {item.task.task_id!r})"
+    if isinstance(item, Rollout):
+        return f"attempt {item.attempt_id} of group {item.group_id} (task {item.task_id!r})"
+    return "the given rewards"

@@ -1,0 +1,105 @@
+"""Custom filters that the tests name by import path."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sluice.types import Group, Rollout, Verdict
+
+HERE = "tests.filters.filters_for_tests"
+NOT_CALLABLE = 3
+
+
+def keep_all(group):
+    return True
+
+
+def drop_all(group):
+    return False
+
+
+def best_above(group: Group, limit: float = 0.5) -> bool:
+    return max(group.rewards) > limit
+
+
+def numpy_bool(group):
+    return np.bool_(True)
+
+
+def zero_dim_array(group):
+    return np.array(False)
+
+
+def zero_dim_tensor(group):
+    import torch
+
+    return torch.tensor(True)
+
+
+def one_element_array(group):
+    return np.array([True])
+
+
+def integer(group):
+    return 1
+
+
+def nothing(group):
+    return None
+
+
+def score(group):
+    return np.array(0.7)
+
+
+def verdict(group):
+    return Verdict.dropped("too_boring", "low_information", evidence={"yawns": 3.0})
+
+
+def raises(group):
+    raise KeyError("oops")
+
+
+def takes_nothing():
+    return True
+
+
+async def coroutine(group):
+    return True
+
+
+def mentions(rollout: Rollout, word: str) -> bool:
+    return word in rollout.turns[-1].text
+
+
+class Counting:
+    """A class with `.judge`, built once."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.calls = start
+
+    def judge(self, group: Group) -> bool:
+        self.calls += 1
+        return self.calls > 2
+
+
+class SpeaksRoll:
+    def filter(self, group_id, episode_id, group):
+        return False
+
+
+class SpeaksBoth(SpeaksRoll):
+    def judge(self, group):
+        return True
+
+
+class SpeaksNeither:
+    pass
+
+
+class BreaksWhenBuilt:
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+    def judge(self, group):
+        return True
