@@ -224,7 +224,8 @@ class MachinePlayer:
         assert len(self.records) == ledger.groups_launched - machine.open_groups
         assert max(Counter(record.group_id for record in self.records).values(), default=1) == 1
         assert ledger.total_tokens == self.engine_tokens
-        assert all(count >= 0 for count in (*ledger.attempts.values(), *ledger.tokens.values(), *ledger.groups.values(), ledger.open_attempts))
+        counts = (*ledger.attempts.values(), *ledger.tokens.values(), *ledger.groups.values(), ledger.open_attempts)
+        assert all(count >= 0 for count in counts)
         buffer = machine.buffer
         assert buffer.running + buffer.committed <= buffer.quota + machine.config.max_additional_running_prompts
         for batch in self.batches[-1:]:

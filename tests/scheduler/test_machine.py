@@ -162,7 +162,15 @@ def test_case_29_the_limit_of_rounds_is_enforced_exactly_and_the_message_tells_w
             player.finish_group(group_id, SAME)
     assert player.scheduler.ledger.groups_launched == 12
     (message,) = player.failures
-    for part in ("expected a batch of 4 groups", "kept 0 of 12", "0.0%", "max_resample_rounds (3)", "low_information/no_spread 12", "on_exhausted"):
+    parts = (
+        "expected a batch of 4 groups",
+        "kept 0 of 12",
+        "0.0%",
+        "max_resample_rounds (3)",
+        "low_information/no_spread 12",
+        "on_exhausted",
+    )
+    for part in parts:
         assert part in message
 
 

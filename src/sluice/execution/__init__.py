@@ -1,6 +1,7 @@
 """The room that does what the machine decides: an asynchronous shell around engine, verifiers, task source and journal.
 
     shell.py        LocalShell: plays the machine's instructions on one asyncio loop, in this process
+    member.py       a generation and its score become a rollout
     validation.py   held-out evaluation: every item, no filter, no refill
     clock.py        a virtual clock for tests: an event loop whose time jumps
 

@@ -7,13 +7,16 @@ with the names of those who wait, instead of hanging.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
-from types import CodeType
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_ASYNCIO = str(Path(asyncio.__file__).parent)
+_RESOLUTION_S = 1e-9
 _OWN_FILES = 1  # the loop's own wake-up pipe is always registered
 
 
@@ -61,6 +64,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if not timers:
             return False
         self._now = max(self._now, timers[0].when())
+        # The loop fires what is due within its clock's resolution, which must not vanish beside the time.
+        self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now))
         return True
 
 
@@ -77,13 +82,12 @@ def _story(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _place(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: the innermost coroutine that it awaits."""
-    place = "not started"
+    """Where a task waits: the innermost coroutine that it awaits and that is not asyncio's own."""
+    place = ""
     awaited: Any = task.get_coro()
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
-        if frame is not None:
-            code: CodeType = frame.f_code
-            place = f"{code.co_qualname}, {code.co_filename}:{frame.f_lineno}"
+        if frame is not None and not (place and frame.f_code.co_filename.startswith(_ASYNCIO)):
+            place = f"{frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
     return place

@@ -19,11 +19,12 @@ from time import perf_counter
 from typing import Final, Protocol
 
 from sluice.errors import GenerationError, ResampleError, SluiceError
+from sluice.execution.member import single_turn_rollout
 from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Scorer
 from sluice.scheduler import Scheduler
 from sluice.scheduler import events as ev
-from sluice.types import Batch, Failure, Rollout, Task, TokenIds, Turn
+from sluice.types import Batch, Failure, Task, TokenIds
 
 CLOSE_GRACE_S: Final = 2.0  # how long `close` waits for cancelled generations and scores to settle
 
@@ -147,7 +148,7 @@ class LocalShell:
                     self._record(instruction)  # type: ignore[arg-type]
                 else:
                     todo.extendleft(reversed(self._carry_out(instruction)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever broke is raised where the batch is awaited
             self._fail(error)
 
     def _handle(self, event: ev.Event) -> list[ev.Instruction]:
@@ -238,11 +239,7 @@ class LocalShell:
             if error is not None and not isinstance(error, GenerationError):
                 self._fail(error)
                 return
-            self._tell(
-                ev.MemberFailed(
-                    attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens
-                )
-            )
+            self._tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
             return
         task = self._loop.create_task(self._score(member, future.result()))
         member.score_task = task
@@ -254,30 +251,17 @@ class LocalShell:
         text = self._decode(generation.token_ids)
         score = await self.scorer.score(launch.task, text)
         del self._members[launch.attempt_id]
-        turn = Turn(
-            prompt_ids=launch.task.prompt_ids,
-            token_ids=generation.token_ids,
-            inference_logprobs=generation.inference_logprobs,
+        rollout = single_turn_rollout(
+            attempt_id=launch.attempt_id,
+            group_id=launch.group_id,
+            member_index=launch.member_index,
+            task=launch.task,
+            generation=generation,
             text=text,
-            finish_reason=generation.finish_reason,
-            policy_version=generation.policy_version,
+            score=score,
+            seconds=self._loop.time() - member.started_at,
         )
-        self._tell(
-            ev.MemberFinished(
-                rollout=Rollout(
-                    attempt_id=launch.attempt_id,
-                    group_id=launch.group_id,
-                    member_index=launch.member_index,
-                    task_id=launch.task.task_id,
-                    turns=(turn,),
-                    finish_reason=generation.finish_reason,
-                    reward=score.reward,
-                    metrics=score.metrics,
-                    failure=score.failure,
-                    seconds=self._loop.time() - member.started_at,
-                )
-            )
-        )
+        self._tell(ev.MemberFinished(rollout=rollout))
 
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._score_tasks.discard(task)

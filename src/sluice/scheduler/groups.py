@@ -47,8 +47,8 @@ class OpenGroup:
         "reason",
         "round",
         "running",
-        "slots",
         "seed",
+        "slots",
         "source",
         "start_step",
         "started_at",
@@ -58,11 +58,13 @@ class OpenGroup:
         "tries",
     )
 
-    def __init__(self, *, group_id: int, task: Task, epoch: int, round: int, start_step: int, size: int, seed: int, now: float) -> None:
+    def __init__(
+        self, *, group_id: int, task: Task, epoch: int, round_number: int, start_step: int, size: int, seed: int, now: float
+    ) -> None:
         self.group_id = group_id
         self.task = task
         self.epoch = epoch
-        self.round = round
+        self.round = round_number
         self.start_step = start_step
         self.started_at = now
         self.seed = mix(seed, epoch, zlib.crc32(task.task_id.encode()))
@@ -82,7 +84,7 @@ class OpenGroup:
         self.source = ""
         self.evidence: dict[str, float] = {}
         self.end_step = start_step
-        self.story: list[tuple[float, str, int]] = [(now, "launched", round)]
+        self.story: list[tuple[float, str, int]] = [(now, "launched in round", round_number)]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
@@ -94,5 +96,6 @@ class OpenGroup:
         start = self.story[0][0]
         lines = [f"group {self.group_id}, task {self.task.task_id!r}, domain {self.task.domain!r}, epoch {self.epoch}, round {self.round}:"]
         lines += [f"  +{when - start:.3f}s {what} {number}" for when, what, number in self.story]
-        lines.append(f"  members delivered {[i for i, r in enumerate(self.delivered) if r is not None]}, running {[i for i in self.slots if i >= 0]}")
+        delivered = [index for index, rollout in enumerate(self.delivered) if rollout is not None]
+        lines.append(f"  members delivered {delivered}, attempts running {[attempt_id for attempt_id in self.slots if attempt_id >= 0]}")
         return "\n".join(lines)

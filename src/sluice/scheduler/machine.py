@@ -61,7 +61,20 @@ class SchedulerConfig:
 class _Filling:
     """The batch being filled."""
 
-    __slots__ = ("ahead", "draws", "dropped", "judged", "kept", "launched", "members", "owed", "reasons", "reward_kept", "reward_launched", "wanted")
+    __slots__ = (
+        "ahead",
+        "draws",
+        "dropped",
+        "judged",
+        "kept",
+        "launched",
+        "members",
+        "owed",
+        "reasons",
+        "reward_kept",
+        "reward_launched",
+        "wanted",
+    )
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
@@ -163,7 +176,7 @@ class Scheduler:
         if event.groups < 1:
             raise SchedulerBug(f"BatchWanted.groups must be at least 1, got {event.groups}")
         if self._filling is not None:
-            raise SchedulerBug(f"BatchWanted while a batch of {self._filling.wanted} groups is still being filled - wait for its DeliverBatch")
+            raise SchedulerBug(f"BatchWanted while a batch of {self._filling.wanted} groups is still being filled - wait for DeliverBatch")
         if self._delivered:
             raise SchedulerBug("BatchWanted before StepAdvanced: the groups of the last batch have not been accounted for")
         if self._stopped:
@@ -205,13 +218,13 @@ class Scheduler:
         room = min(room, target - self.buffer.running - len(filling.draws))
         while room > 0 and (limit is None or filling.launched + len(filling.draws) < limit):
             if filling.owed:
-                round = filling.owed.popleft()
+                number = filling.owed.popleft()
             elif filling.ahead < self.config.max_additional_running_prompts:
                 filling.ahead += 1  # launched ahead of a drop that the acceptance rate foretells
-                round = 1
+                number = 1
             else:
                 break
-            filling.draws.append(round)
+            filling.draws.append(number)
             out.append(_DRAW)
             room -= 1
 
@@ -223,7 +236,7 @@ class Scheduler:
         filling = self._filling
         if filling is None or not filling.draws:
             raise SchedulerBug(f"TaskDrawn ({event.task.task_id!r}) without a DrawTask")
-        round = filling.draws.popleft()
+        round_number = filling.draws.popleft()
         if event.task.domain not in self.filters:
             raise SchedulerBug(f"task {event.task.task_id!r} has domain {event.task.domain!r}, known are {sorted(self.filters)}")
         filling.launched += 1
@@ -236,7 +249,7 @@ class Scheduler:
             group_id=group_id,
             task=event.task,
             epoch=event.epoch,
-            round=round,
+            round_number=round_number,
             start_step=self.step,
             size=size,
             seed=self.config.seed,
@@ -636,7 +649,7 @@ class Scheduler:
             "scheduler/query_use_count": float(filling.launched),
             "scheduler/query_filter_count": float(filling.dropped),
             "scheduler/response_filter_count": float(sum(filling.members.values())),
-            "scheduler/off_policy_ratio": sum(self.step - g.policy_version for g in batch.groups) / len(batch.groups) if batch.groups else 0.0,
+            "scheduler/off_policy_ratio": sum([self.step - group.policy_version for group in batch.groups]) / max(1, len(batch.groups)),
             "scheduler/resample_rounds": float(max((g.round for g in batch.groups), default=0)),
         }
         if filling.judged:
