@@ -47,7 +47,10 @@ class GenerationHandle(Protocol):
         """Resolves once, with the generation (finish_reason "cancelled" after a cancel) or a `GenerationError`."""
 
     def cancel(self) -> None:
-        """Ask the engine to stop; returns at once. The future resolves later with what had been sampled by then."""
+        """Ask the engine to stop; returns at once. The future resolves later with what had been sampled by then.
+
+        A request that ends by itself before the engine carries the cancel out keeps its own finish reason.
+        """
 
 
 class Engine(Protocol):
@@ -58,10 +61,16 @@ class Engine(Protocol):
         """Version of the weights in use."""
 
     def submit(self, request: GenerationRequest) -> GenerationHandle:
-        """Take a request; must be called with a running event loop, to which the handle's future belongs."""
+        """Take a request; must be called with a running event loop, to which the handle's future belongs.
+
+        Raises `GenerationError` when the request can never be served (too long, unknown tokens), or the engine was closed or has broken.
+        """
 
     def publish(self, state: Mapping[str, Any], version: int) -> None:
-        """Put new weights in place, between two forward passes. Keys and shapes as in the model's state dict."""
+        """Put new weights in place, between two forward passes; returns when they are. Keys and shapes as in the model's state dict.
+
+        Raises `GenerationError` for weights that do not fit or are not finite (the old ones stay), or when the engine has stopped.
+        """
 
     def sampled_tokens(self, purpose: Purpose) -> int:
         """Every token ever sampled for that purpose: the engine's own count, against which the ledger must sum."""

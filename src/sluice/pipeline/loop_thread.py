@@ -15,7 +15,7 @@ STOP_CHECK_S: Final = 0.1  # how often a waiting call looks whether the run is b
 JOIN_S: Final = 5.0  # how long leaving waits for the thread
 
 
-class Stopped(Exception):  # noqa: N818 - it is no error: somebody asked for it
+class Stopped(Exception):
     """A call was given up because the run is being stopped."""
 
 

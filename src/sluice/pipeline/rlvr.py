@@ -20,6 +20,7 @@ from sluice.errors import SluiceError
 from sluice.execution import LocalShell, ValidationResult, validate
 from sluice.filters import DomainFilters, build_domain_filters
 from sluice.generation import Engine, SlotEngine
+from sluice.generation.tokenizer import load_tokenizer
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.interrupt import Interrupt
 from sluice.pipeline.loop_thread import LoopThread, Stopped
@@ -94,8 +95,6 @@ class _Parts:
 
 
 def _build_parts(config: RlvrConfig, phase: Callable[[str], None]) -> _Parts:
-    from transformers import AutoTokenizer
-
     check_rewards(config.rewards)
     filters = build_domain_filters(
         config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members
@@ -110,7 +109,7 @@ def _build_parts(config: RlvrConfig, phase: Callable[[str], None]) -> _Parts:
     )
     try:
         phase("loading the tasks")
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = load_tokenizer(config.model.path)
         tasks = build_tasks(config, tokenizer)
     except BaseException:
         engine.close()

@@ -37,6 +37,10 @@ class Scorer(Protocol):
     async def close(self) -> None:
         """End all workers; bounded in time, idempotent."""
 
+    def metrics(self) -> dict[str, float]:
+        """Counts and mean times since the start, under names that begin with `rewards/`."""
+
+
 
 class BuiltinVerifier(Section):
     """Base of the verifiers that have a name: the fields of the class are the `args` of the configuration, checked while loading."""

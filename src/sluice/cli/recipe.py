@@ -1,0 +1,139 @@
+"""Questions about one recipe: does everything it names exist and fit together, and does one group get through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sluice.cli.doctor import Check, ask, ok, problem, warning
+from sluice.cli.environment import missing_packages
+from sluice.cli.reporting import DISTRIBUTION
+from sluice.config import RlvrConfig, load_config
+from sluice.errors import ConfigError
+
+_SHOWN_CHARACTERS = 200  # of a prompt or a response; enough to see a wrong template
+
+
+def read_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[RlvrConfig | None, Check]:
+    """The configuration, or the problem with it."""
+    try:
+        config = load_config(recipe, overrides)
+    except ConfigError as err:
+        return None, problem("recipe", str(err))
+    size = f"{config.rollout_batch_size} groups of {config.num_return_sequences_in_group}"
+    return config, ok("recipe", f"{recipe}: {config.exp_name}, {config.trainer.max_steps} steps of {size}")
+
+
+def recipe_checks(config: RlvrConfig) -> Iterator[Check]:
+    """Everything that a run of this configuration would stumble over, cheapest first; at last a dry run of one group."""
+    missing = missing_packages("train")
+    if missing:
+        yield problem("[train]", f"a run needs {', '.join(missing)}", f"pip install '{DISTRIBUTION}[train]'")
+        return
+    stumbled = False
+    for name, question in (
+        ("filters", _check_filters),
+        ("verifiers", _check_verifiers),
+        ("model", _check_model),
+        ("tasks", _check_tasks),
+        ("dry run", _check_dry_run),
+    ):
+        if stumbled and name == "dry run":
+            yield warning(name, "left out", "solve the problems above first")
+            return
+        for check in ask(name, lambda question=question: question(config)):  # type: ignore[misc]
+            stumbled = stumbled or check.status == "problem"
+            yield check
+
+
+def _check_filters(config: RlvrConfig) -> Iterator[Check]:
+    from sluice.filters import build_domain_filters
+
+    build_domain_filters(config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members)
+    for domain, reward in config.rewards.items():
+        response = reward.response_filter_config
+        yield ok("filters", f"{domain}: {reward.query_filter_config.type}" + (f", responses by {response.type}" if response else ""))
+
+
+def _check_verifiers(config: RlvrConfig) -> Iterator[Check]:
+    from sluice.rewards import check_rewards
+
+    check_rewards(config.rewards)
+    workers = config.reward_pool.workers
+    for domain, reward in config.rewards.items():
+        limit = (
+            f"at most {reward.reward_timeout_s:g} s a response, {workers} worker{'' if workers == 1 else 's'}"
+            if workers
+            else "without time limit"
+        )
+        yield ok("verifiers", f"{domain}: {reward.verifier.type}, {limit}")
+
+
+def _check_model(config: RlvrConfig) -> Iterator[Check]:
+    import torch
+
+    from sluice.generation.loading import check_architecture, load_net
+
+    net, _ = load_net(config.model.path, dtype=torch.float32, lora=config.model.lora)
+    check_architecture(net, config.prompt_length + config.response_length)
+    tokenizer = _tokenizer(config)
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    yield ok("model", f"{type(net).__name__}, {parameters / 1e6:.2f} million parameters, {len(tokenizer)} tokens in the vocabulary")
+    if len(tokenizer) > net.get_input_embeddings().num_embeddings:
+        yield problem(
+            "model",
+            f"the tokenizer has {len(tokenizer)} tokens, the model only {net.get_input_embeddings().num_embeddings}",
+            "save model and tokenizer that belong together",
+        )
+    if config.tasks.use_chat_template and not tokenizer.chat_template:
+        yield problem(
+            "model", "tasks.use_chat_template is true, the tokenizer has no chat template", "save one with it, or set it to false"
+        )
+
+
+def _check_tasks(config: RlvrConfig) -> Iterator[Check]:
+    from sluice.tasks import build_tasks
+
+    report = build_tasks(config, _tokenizer(config)).report
+    for source in report.sources:
+        yield ok("tasks", source.line())
+    for text in report.warnings:
+        yield Check(name="tasks", status="warning", detail=text)
+    if report.kept("train") < config.rollout_batch_size:
+        yield warning(
+            "tasks",
+            f"{report.kept('train')} prompts are fewer than rollout_batch_size ({config.rollout_batch_size}): a batch repeats prompts",
+            "add data, or lower rollout_batch_size",
+        )
+
+
+def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
+    from sluice.pipeline.rlvr import dry_run
+
+    group = dry_run(config)
+    verdict = group.verdict
+    how = "kept" if verdict.keep else f"dropped as {verdict.category} / {verdict.reason}"
+    lines = [f"task {group.task_id} ({group.domain}): {how} by {verdict.source or 'no filter'}"]
+    lines.append(f"prompt    {_short(group.prompt)}")
+    for response, reward in zip(group.responses, group.rewards, strict=True):
+        lines.append(f"{'no reward' if reward is None else f'{reward:<9.4g}'} {_short(response)}")
+    lines.append(", ".join(f"{part} {seconds:.2f} s" for part, seconds in group.seconds.items()))
+    text = "\n".join(lines)
+    if all(reward is None for reward in group.rewards):
+        yield problem("dry run", text, "no response has a reward: see the verifier")
+    elif any(reward is None for reward in group.rewards):
+        yield warning("dry run", text, "some responses have no reward: see the verifier and reward_timeout_s")
+    else:
+        yield ok("dry run", text)
+
+
+def _tokenizer(config: RlvrConfig) -> Any:
+    from sluice.generation.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model.path)
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."

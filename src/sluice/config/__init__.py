@@ -1,0 +1,58 @@
+"""What a run is told: reads a configuration, and refuses it while loading rather than at step 400.
+
+    models.py     every key, its type, its default and its meaning
+    load.py       from a YAML file and overrides to a checked configuration, and back to YAML
+    reading.py    YAML into plain data, with the line of every key
+    overrides.py  settings from the command line
+    explain.py    what the models refused, in the words of the configuration
+    checks.py     rules across keys: contradictions, and settings without effect
+    problems.py   one problem, and all of them as one error
+
+To add a key, write it into its model with a default and one line on its meaning. If another key can make it idle or impossible, add
+the rule to `checks.py`.
+"""
+
+from __future__ import annotations
+
+from sluice.config.load import check_config, load_config, parse_config, to_yaml
+from sluice.config.models import (
+    AdvantageConfig,
+    DatasetFilterConfig,
+    EngineConfig,
+    FilterConfig,
+    LoraConfig,
+    ModelConfig,
+    RecordsConfig,
+    ResamplingConfig,
+    RewardConfig,
+    RewardPoolConfig,
+    RlvrConfig,
+    TasksConfig,
+    TaskSourceConfig,
+    TrainerConfig,
+    ValidationConfig,
+    VerifierConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "DatasetFilterConfig",
+    "EngineConfig",
+    "FilterConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "RecordsConfig",
+    "ResamplingConfig",
+    "RewardConfig",
+    "RewardPoolConfig",
+    "RlvrConfig",
+    "TaskSourceConfig",
+    "TasksConfig",
+    "TrainerConfig",
+    "ValidationConfig",
+    "VerifierConfig",
+    "check_config",
+    "load_config",
+    "parse_config",
+    "to_yaml",
+]

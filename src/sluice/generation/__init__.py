@@ -1,0 +1,35 @@
+"""Models that produce tokens: a request goes in, sampled tokens with their log-probs come out.
+
+- base.py      what every engine offers
+- null.py      an engine without a model, for tests and benchmarks
+- slot.py      the in-process engine: its thread, queue, cancels and publishes
+  - rows.py      the table of live sequences, and who is computed next
+  - model.py     a transformers model with slots: tokens in, next-token logits out
+  - cache.py     keys and values of all slots
+  - sampling.py  how a token is drawn, and its log-prob
+  - loading.py   the engine's own model from disk, and what is refused
+  - weights.py   published weights, checked and copied
+
+To add an engine: write one file with a class that follows `base.Engine`, export it here, and let the pipeline build it from
+`engine.type`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest, Purpose
+from sluice.generation.null import Answer, NullEngine, answers
+
+if TYPE_CHECKING:
+    from sluice.generation.slot import SlotEngine
+
+__all__ = ["Answer", "Engine", "Generation", "GenerationHandle", "GenerationRequest", "NullEngine", "Purpose", "SlotEngine", "answers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SlotEngine":  # imports torch and transformers
+        from sluice.generation.slot import SlotEngine
+
+        return SlotEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

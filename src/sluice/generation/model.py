@@ -1,0 +1,147 @@
+"""A causal language model with its slots: turns tokens and slots into next-token logits.
+
+It works with any transformers model whose attention goes through the cache interface and an explicit mask. `check_slots` proves that for
+the model at hand, by comparing with an ordinary forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sluice.errors import GenerationError
+from sluice.generation.cache import Pass, SlotCache
+
+Index = npt.NDArray[np.int64]
+
+_KEY_LENGTH_MULTIPLE = 8  # keys attended to are rounded up to this: one vector register of float32
+_PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest error of the probe, relative to the largest logit
+_PROBE_TOLERANCE_HALF = 0.1  # for 16-bit types: a few of their rounding steps, summed over layers
+
+
+class SlotModel:
+    """A model and the keys and values of its live sequences. All calls happen under `torch.inference_mode`, from one thread."""
+
+    def __init__(self, net: Any, *, max_slots: int, max_length: int) -> None:
+        """net: a transformers model for causal language modelling, in eval mode, not shared with anyone."""
+        self.net = net
+        self.config = net.config.get_text_config()
+        head = net.get_output_embeddings()
+        if head is None:
+            raise GenerationError(
+                f"the slot engine needs a causal language model with an output layer, but {type(net).__name__} has none - use a model for "
+                f"causal language modelling (Llama, Qwen2, ...)"
+            )
+        self.vocab_size = int(head.weight.shape[0])
+        self.dtype: torch.dtype = net.dtype
+        self.cache = self._new_cache(max_slots, max_length)
+        self._last: torch.Tensor | None = None  # [U] last token of each input row of the pass under way; None: T = 1
+        # Logits are made of one token per row only. Picking that token just before the output layer keeps whatever the model does
+        # after it (scaling, soft caps).
+        head.register_forward_pre_hook(self._keep_last)
+
+    def _new_cache(self, max_slots: int, max_length: int) -> SlotCache:
+        return SlotCache(layers=self.config.num_hidden_layers, max_slots=max_slots, max_length=max_length)
+
+    def _keep_last(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._last is None:
+            return None
+        hidden = args[0]
+        return (hidden[torch.arange(len(hidden)), self._last][:, None], *args[1:])
+
+    def _mask(self, visible: torch.Tensor) -> torch.Tensor:
+        """An additive mask from a boolean one: what both attention implementations (sdpa, eager) take."""
+        return torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+    def _forward(self, plan: Pass, tokens: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        self.cache.begin(plan)
+        out = self.net(input_ids=tokens, attention_mask=self._mask(visible), position_ids=positions, cache=self.cache.view, use_cache=True)
+        logits: torch.Tensor = out.logits
+        return logits[:, -1]
+
+    def decode(self, tokens: Index, positions: Index) -> torch.Tensor:
+        """One more token for each of the slots 0 .. R - 1. tokens, positions [R]; returns next-token logits [R, V]."""
+        rows = len(tokens)
+        at = torch.from_numpy(positions)
+        key_length = min(self.cache.max_length, -(-(int(positions.max()) + 1) // _KEY_LENGTH_MULTIPLE) * _KEY_LENGTH_MULTIPLE)
+        plan = Pass(
+            write_rows=torch.arange(rows), write_positions=at, source_rows=None, source_tokens=None,
+            read_rows=rows, key_length=key_length, capacity=rows, length=key_length,
+        )  # fmt: skip
+        visible = torch.arange(key_length) <= at[:, None]
+        return self._forward(plan, torch.from_numpy(tokens)[:, None], at[:, None], visible[:, None, None, :])
+
+    def prefill(self, tokens: Index, counts: Index, starts: Index, rows: Index, leaders: Index, leader_of: Index) -> torch.Tensor:
+        """Compute a stretch of tokens of several sequences and store it in their slots.
+
+        tokens [U, T], of which the first counts[u] >= 1 are real, at positions starts[u], starts[u] + 1, ... of slot leaders[u]. What is
+        computed for leaders[u] is stored in every slot rows[r] with leader_of[r] = u (leaders are among the rows). Returns the
+        logits that follow the last real token, [U, V].
+        """
+        width = tokens.shape[1]
+        column = np.arange(width)
+        ends = starts + counts
+        source_of_row, token = np.nonzero(column < counts[leader_of][:, None])  # [N] each
+        source = leader_of[source_of_row]
+        position = starts[source] + token
+        key_length = int(ends.max())
+        query = starts[:, None] + column  # [U, T]
+        visible: torch.Tensor
+        read: torch.Tensor | None
+        if starts.any():
+            read = torch.from_numpy(leaders)
+            visible = torch.arange(key_length) <= torch.from_numpy(query)[:, None, :, None]
+        else:
+            # Nothing is stored yet: the pass's own keys are all there is, and padding stands to the right of every real token.
+            read = None
+            visible = torch.ones(width, width, dtype=torch.bool).tril_()[None, None]
+        plan = Pass(
+            write_rows=torch.from_numpy(rows[source_of_row]), write_positions=torch.from_numpy(position),
+            source_rows=torch.from_numpy(source), source_tokens=torch.from_numpy(token),
+            read_rows=read, key_length=width if read is None else key_length, capacity=int(rows.max()) + 1, length=key_length,
+        )  # fmt: skip
+        self._last = torch.from_numpy(counts - 1)
+        try:
+            # Padding may stand beyond the last position that the model knows.
+            places = torch.from_numpy(np.minimum(query, self.cache.max_length - 1))
+            return self._forward(plan, torch.from_numpy(tokens), places, visible)
+        finally:
+            self._last = None
+
+    def check_slots(self) -> None:
+        """Prove that this model works in slots: compare prefill, continued prefill and decoding with an ordinary forward pass.
+
+        Raises `GenerationError` for models that keep other state than keys and values (recurrent, hybrid), ignore the mask, or look at
+        their neighbours in the batch.
+        """
+        ids = (np.arange(16, dtype=np.int64).reshape(2, 8) * 7919 + 1) % self.vocab_size  # two different rows; any ids do
+        lengths = np.array([8, 5])
+        zero, both = np.zeros(2, dtype=np.int64), np.arange(2)
+        own, self.cache = self.cache, self._new_cache(2, 16)
+        kind = type(self.net).__name__
+        try:
+            self.prefill(ids[:, :5], np.array([5, 3]), zero, both, both, both)
+            self.prefill(ids[:1, 5:7], np.array([2]), np.array([5]), both[:1], both[:1], zero[:1])
+            self.decode(ids[both, [0, 3]], np.array([7, 3]))  # row 0 is written again below
+            found = self.decode(ids[both, lengths - 1], lengths - 1)
+            expected = torch.cat(
+                [self.net(input_ids=torch.from_numpy(ids[i : i + 1, :n]), use_cache=False).logits[:, -1] for i, n in enumerate(lengths)]
+            )
+        except Exception as error:
+            raise GenerationError(
+                f"the slot engine needs a causal language model whose attention uses transformers' cache interface, but a trial pass "
+                f"through {kind} failed with {type(error).__name__}: {error} - use a model with plain attention (Llama, Qwen2, ...)"
+            ) from error
+        finally:
+            self.cache = own
+        difference = float((found - expected).abs().max())
+        tolerance = _PROBE_TOLERANCE.get(self.dtype, _PROBE_TOLERANCE_HALF) * (1 + float(expected.abs().max()))
+        if not difference <= tolerance:
+            raise GenerationError(
+                f"the slot engine needs a model whose logits depend only on a row's own tokens, but for {kind} a trial pass in slots "
+                f"differs from an ordinary forward pass by {difference:.2g} (at most {tolerance:.2g} expected) - its layers keep other "
+                f"state than keys and values, or ignore the attention mask: use a model with plain attention (Llama, Qwen2, ...)"
+            )

@@ -1,0 +1,34 @@
+"""Writes down what a run decided, measured and left behind, so that it can be read during the run, after it and after its death.
+
+- `run_folder.py`: the folder of a run, its parts and its lock
+- `rundb.py`: run.db, the record itself, and the journal that writes it without holding anyone up
+- `sinks.py`: metrics as JSONL and for TensorBoard, and the fan-out that survives a broken sink
+- `summary.py`: a run in figures, read from run.db, and the lines that are printed at its end
+
+To add a sink: a class with `write` and `close` in `sinks.py` (its package imported inside `__init__`), a switch in `RecordsConfig`, a line
+in `build_sinks`. To record something new: a table in `rundb.py` (raise SCHEMA_VERSION) and a method of `Journal`.
+"""
+
+from sluice.records.run_folder import RunFolder
+from sluice.records.rundb import BatchRecord, Journal, open_for_reading
+from sluice.records.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink, build_sinks, read_metrics
+from sluice.records.summary import ENGINE_TOKENS, MAX_STEPS, RunSummary, over_all, read_summary, summary_lines
+
+__all__ = [
+    "ENGINE_TOKENS",
+    "MAX_STEPS",
+    "BatchRecord",
+    "Journal",
+    "JsonlSink",
+    "MetricSink",
+    "RunFolder",
+    "RunSummary",
+    "Sinks",
+    "TensorBoardSink",
+    "build_sinks",
+    "open_for_reading",
+    "over_all",
+    "read_metrics",
+    "read_summary",
+    "summary_lines",
+]

@@ -1,0 +1,593 @@
+"""TRL's GRPOTrainer, fed with whole batches of rollouts that were sampled elsewhere.
+
+One optimiser step is one batch, whatever its size: the batch is cut into micro batches of at most `micro_batch_size` rows here, and each
+loss is weighted so that the sum is the loss of the whole batch. So nothing has to be padded to a fixed number of rows, and nothing is
+dropped. Sources: TRL's `GRPOTrainer` (arXiv 2402.03300), loss types as in its `GRPOConfig.loss_type`.
+
+Surprising, and found by trial: TRL's `completion_mask` is also what attention sees, so loss masks go into `tool_mask` alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from transformers.cache_utils import DynamicCache
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils import logging as transformers_logging
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import use_adapter
+
+from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig
+from sluice.errors import ConfigError, TrainerError
+from sluice.generation.tokenizer import load_tokenizer
+from sluice.trainer.assemble import Advantages, advantages_for, batch_metrics, collate, samples_from_batch
+from sluice.trainer.base import BatchSource, OnStep, Publisher
+from sluice.types import Batch, Sample
+
+PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
+
+_Tensors = dict[str, Any]
+
+
+class SluiceGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer that generates nothing: it asks a `BatchSource`, trains on exactly what it gets, and publishes.
+
+    `train()` runs in the main thread; it ends after `max_steps`, when the source answers None, or after the step in which `stop` is set.
+
+    Args:
+        source: asked once per optimiser step.
+        publisher: gets the weights when training begins and after every step, before `on_step` is called.
+        on_step: gets the step reached and its metrics.
+        stop: ends training after the current step.
+        advantage: how rewards become advantages.
+        micro_batch_size: most rows in one forward and backward pass; it does not change the loss.
+        logprob_tolerance: largest |trainer - inference log-prob| of a policy token; None records it only.
+        own_old_logprobs: compute the log-probs at step start in a forward pass of their own, without dropout. Otherwise those of the
+            training forward are taken, which are the same numbers as long as nothing in it is random: a batch is used for one update.
+        torch_threads: threads of the training thread; None leaves torch's choice.
+        trl: everything else that GRPOTrainer takes.
+
+    Raises:
+        TrainerError: from `train()`, see there and `BatchSource`.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: BatchSource,
+        publisher: Publisher,
+        on_step: OnStep,
+        stop: threading.Event,
+        advantage: AdvantageConfig,
+        micro_batch_size: int,
+        logprob_tolerance: float | None,
+        own_old_logprobs: bool = False,
+        torch_threads: int | None = None,
+        **trl: Any,
+    ) -> None:
+        super().__init__(reward_funcs=_rewards_come_with_the_batch, **trl)
+        if self.accelerator.num_processes != 1:
+            raise TrainerError(f"expected one training process, got {self.accelerator.num_processes} - start without a launcher")
+        self._source = source
+        self._publisher = publisher
+        self._on_step = on_step
+        self._stop = stop
+        self._advantage = advantage
+        self._micro_batch_size = micro_batch_size
+        self._logprob_tolerance = logprob_tolerance
+        self._own_old_logprobs = own_old_logprobs
+        self._torch_threads = torch_threads
+        self._shares_prompts = _can_share_prompts(self._model()) and not self.aux_loss_enabled
+        self._seconds: dict[str, float] = {}  # of the current step, by part
+        self._step_metrics: dict[str, float] = {}  # of the current step
+        self._micro_batch_tokens: list[int] = []  # loss tokens of each micro batch of the current step
+        self._logprobs: torch.Tensor | None = None  # [B, C] of the last training forward
+        self._is_last = False  # whether the current batch is the last one
+        self._stepped_at = 0.0  # when the last backward pass of the step ended
+        self.remove_callback(PrinterCallback)  # it prints every step's metrics; ours go to `on_step`
+        self.add_callback(_PublishAndStop(self))
+
+    # ---------------------------------------------------------------- life
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train until the steps are done, the data end or `stop` is set.
+
+        Raises:
+            TrainerError: log-probs of trainer and engine disagree, a loss or gradient is not finite, a batch is malformed, or the data
+                ended before the first step.
+        """
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+        before = self.state.global_step
+        result = super().train(*args, **kwargs)
+        if self.state.global_step == before and not self._stop.is_set():
+            raise TrainerError(
+                f"expected at least one batch, got none: the source ended at step {before} before the first update, so nothing was "
+                "trained - check that the data set is not empty and what the filters reject"
+            )
+        return result
+
+    def policy_state(self) -> dict[str, torch.Tensor]:
+        """The weights as a `Publisher` gets them: those of the plain model, or the adapter's alone with LoRA. Detached, not copied."""
+        model = self._model()
+        state: dict[str, torch.Tensor] = (
+            get_peft_model_state_dict(model, save_embedding_layers=False) if isinstance(model, PeftModel) else model.state_dict()
+        )
+        return state
+
+    def save_policy(self, folder: Path) -> None:
+        """Write model (with LoRA: the adapter) and tokenizer as `save_pretrained` does, to be loaded by path."""
+        with _quiet():
+            self._model().save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
+
+    def _model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    # ---------------------------------------------------------------- one step
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[_Tensors], None]:
+        """Ask for the batch of the next optimiser step; the placeholder data set is never read. Called by the training loop."""
+        self._seconds = dict.fromkeys(("wait", "assemble", "old_logprobs", "forward", "backward", "optimizer", "publish"), 0.0)
+        batch = None
+        if not self._stop.is_set():
+            with self._timed("wait"):
+                batch = self._source.next_batch()
+        if batch is None:
+            self._end_here()
+            return [], None
+        if not batch.groups:
+            raise TrainerError(f"expected a batch of at least one group for step {batch.step}, got none - end the data with None instead")
+        self._is_last = batch.is_last
+        return [{"batch": batch}], None
+
+    def training_step(self, model: Any, inputs: _Tensors, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward over all micro batches of one batch. Returns its loss.
+
+        A batch without a single loss token leaves all gradients None, so that the optimiser moves nothing.
+        """
+        loss = torch.zeros((), device=self.accelerator.device)
+        for micro_batch in self._micro_batches(inputs["batch"]):
+            start = time.perf_counter()
+            forward_before = self._seconds["forward"]
+            loss += super().training_step(model, micro_batch, num_items_in_batch)  # type: ignore[no-untyped-call]
+            self._seconds["backward"] += time.perf_counter() - start - (self._seconds["forward"] - forward_before)
+        if not torch.isfinite(loss):
+            raise TrainerError(f"expected a finite loss, got {loss.item()} at step {self.state.global_step} - lower trainer.learning_rate")
+        self._stepped_at = time.perf_counter()
+        return loss
+
+    def _micro_batches(self, batch: Batch) -> list[_Tensors]:
+        """The rows of one batch that train, in micro batches, with everything that TRL's loss reads."""
+        with self._timed("assemble"):
+            samples = samples_from_batch(batch)
+            advantages = advantages_for(samples, self._advantage)
+            self._step_metrics = batch_metrics(samples, advantages)
+            micro_batches = [self._tensors(rows, advantages[rows], samples) for rows in self._micro_batch_rows(samples)]
+            rows = sum(int((m["tool_mask"].sum(1) > 0).sum()) for m in micro_batches)
+            self._micro_batch_tokens = [int(m["tool_mask"].sum()) for m in micro_batches]
+            tokens = sum(self._micro_batch_tokens)
+            for micro_batch in micro_batches:
+                micro_batch["num_items_in_batch"] = torch.tensor(tokens, device=self.accelerator.device)
+                micro_batch["loss_share"] = _loss_share(self.loss_type, micro_batch["tool_mask"], rows=rows, tokens=tokens)
+            self._step_metrics |= {"actor/rows": float(rows), "actor/micro_batches": float(len(micro_batches))}
+        if self._own_old_logprobs:
+            with self._timed("old_logprobs"):
+                self._model().eval()
+                for micro_batch in micro_batches:
+                    micro_batch["old_per_token_logps"] = self._frozen_logprobs(self.model, micro_batch)
+                    self._compare_with_inference(micro_batch["old_per_token_logps"], micro_batch)
+        if self.beta != 0.0:
+            with self._timed("ref_logprobs"):
+                for micro_batch in micro_batches:
+                    micro_batch["ref_per_token_logps"] = self._reference_logprobs(micro_batch)
+        return micro_batches
+
+    def _micro_batch_rows(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Which rows go through the model together: those that train, siblings side by side, groups of like length as neighbours."""
+        rows = [row for row, sample in enumerate(samples) if sample.loss_mask.any()]
+        longest: dict[int, tuple[int, int]] = {}
+        for row in rows:
+            sample = samples[row]
+            completion, prompt = longest.get(sample.group_id, (0, 0))
+            longest[sample.group_id] = (max(completion, len(sample.completion_ids)), max(prompt, len(sample.prompt_ids)))
+        rows.sort(key=lambda row: (longest[samples[row].group_id], samples[row].group_id))
+        return [rows[i : i + self._micro_batch_size] for i in range(0, len(rows), self._micro_batch_size)]
+
+    def _tensors(self, rows: list[int], advantages: Advantages, samples: Sequence[Sample]) -> _Tensors:
+        chosen = [samples[row] for row in rows]
+        arrays = collate(chosen, advantages, pad_id=self._tokenizer.pad_token_id)
+        tensors: _Tensors = {name: torch.from_numpy(array).to(self.accelerator.device) for name, array in arrays.items()}
+        return tensors | {"samples": chosen}
+
+    def _prepare_inputs(self, generation_batch: _Tensors) -> _Tensors:
+        return generation_batch  # a micro batch is complete and in place; here TRL would generate, shuffle and split
+
+    def compute_loss(self, model: Any, inputs: _Tensors, return_outputs: bool = False, num_items_in_batch: Any = None) -> torch.Tensor:
+        """TRL's loss of one micro batch, weighted by its share in the batch. Log-probs that do not match the engine's raise here."""
+        with self._timed("forward"):
+            loss = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            if not self._own_old_logprobs:
+                assert self._logprobs is not None
+                self._compare_with_inference(self._logprobs, inputs)
+            self._logprobs = None
+            weighted: torch.Tensor = loss * inputs["loss_share"]
+            return weighted
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        if not torch.isfinite(torch.as_tensor(norm)):
+            raise TrainerError(
+                f"expected a finite gradient norm, got {float(norm)} at step {self.state.global_step} - nothing was updated; lower "
+                "trainer.learning_rate, and look at the rewards of this batch"
+            )
+        return norm
+
+    # ---------------------------------------------------------------- log-probs
+
+    def _frozen_logprobs(self, model: Any, tensors: _Tensors) -> torch.Tensor:
+        """Log-probs of the completion tokens without gradients. [B, C]"""
+        with torch.no_grad():
+            logprobs: torch.Tensor = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1),
+                torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1),
+                tensors["completion_ids"].size(1),
+            )[0]
+        return logprobs
+
+    def _reference_logprobs(self, tensors: _Tensors) -> torch.Tensor:
+        """Log-probs under the starting policy: TRL's own copy, or the model without its adapter. [B, C]"""
+        if self.ref_model is not None:
+            return self._frozen_logprobs(self.ref_model, tensors)
+        with use_adapter(self._model(), adapter_name=None):
+            return self._frozen_logprobs(self.model, tensors)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's log-probs and entropies [B, C], with the prompt of siblings computed once wherever the architecture allows it."""
+        if self._shares_prompts:
+            outputs = self._forward(model, input_ids, attention_mask, logits_to_keep)
+            logps, entropies, aux_loss = outputs.log_probs[:, -logits_to_keep:], outputs.entropy, None
+            entropies = None if entropies is None else entropies[:, -logits_to_keep:]
+        else:
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        if torch.is_grad_enabled():
+            self._logprobs = logps.detach()
+        return logps, entropies, aux_loss
+
+    def _forward(self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> Any:
+        """TRL's fused head over the last `width` tokens or more, in two passes: over the distinct prompts, then over what follows them.
+
+        Keys and values of the first pass are repeated for the siblings, and gradients flow back through them. The last prompt token
+        predicts the first completion token, so it goes with the second pass; the last completion token predicts nothing and is left out.
+        Positions are counted from each row's first visible token, which TRL leaves to the model.
+        """
+        prefix = input_ids.size(1) - width - 1  # tokens that can be shared
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, : prefix + 1] = -100
+        cache, start = None, 0
+        with self.accelerator.autocast():
+            if prefix > 0:
+                packed = input_ids[:, :prefix] * 2 + attention_mask[:, :prefix]
+                distinct, row_prompt = torch.unique(packed, dim=0, return_inverse=True)
+                if len(distinct) < len(input_ids):
+                    cache, start = DynamicCache(), prefix
+                    visible = distinct % 2
+                    _without_adapter(self.accelerator.unwrap_model(model)).base_model(
+                        input_ids=distinct // 2,
+                        attention_mask=visible,
+                        position_ids=(visible.cumsum(1) - 1).clamp(min=0),
+                        cache=cache,
+                        use_cache=True,
+                    )
+                    cache.batch_select_indices(row_prompt)
+            return model(
+                input_ids=input_ids[:, start:-1],
+                attention_mask=attention_mask[:, :-1],
+                position_ids=positions[:, start:-1],
+                cache=cache,
+                shift_labels=labels[:, start + 1 :],
+                fused_lm_head=True,
+            )
+
+    def _compare_with_inference(self, logprobs: torch.Tensor, tensors: _Tensors) -> None:
+        """Record the largest and mean distance between trainer and engine on policy tokens; raise above the tolerance."""
+        mask = tensors["tool_mask"].bool()
+        inference = tensors["sampling_per_token_logps"]
+        gap = torch.where(mask, (logprobs.float() - inference).abs(), 0.0)
+        worst, metrics = gap.max().item(), self._step_metrics
+        metrics["actor/logprob_gap_max"] = float(np.fmax(metrics.get("actor/logprob_gap_max", 0.0), worst))
+        mean = gap.sum().item() / int(tensors["num_items_in_batch"])
+        metrics["actor/logprob_gap_mean"] = metrics.get("actor/logprob_gap_mean", 0.0) + mean
+        if self._logprob_tolerance is not None and not worst <= self._logprob_tolerance:
+            raise TrainerError(_describe_gap(logprobs, tensors, gap, tolerance=self._logprob_tolerance, step=self.state.global_step))
+
+    # ---------------------------------------------------------------- what is told
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand the metrics of one step on. Called by the training loop after each step (and at the end, with a summary we do not need)."""
+        trl, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        if "grad_norm" not in logs:
+            return
+        metrics = self._step_metrics | {
+            "actor/loss": logs["loss"],
+            "actor/grad_norm": logs["grad_norm"],
+            "actor/learning_rate": logs["learning_rate"],
+        }
+        for name, ours in (("entropy", "entropy"), ("kl", "kl"), ("clip_ratio/region_mean", "clip_fraction")):
+            if trl.get(name):
+                metrics[f"actor/{ours}"] = float(np.average(trl[name], weights=self._micro_batch_tokens))
+        for part, seconds in self._seconds.items():
+            metrics[f"actor/{part}_seconds"] = seconds
+        metrics["actor/step_seconds"] = sum(self._seconds.values())
+        self._on_step(self.state.global_step, metrics)
+
+    def step_ended(self) -> None:
+        """Publish the new weights. Called by the training loop's callback as soon as the optimiser has stepped."""
+        self._seconds["optimizer"] = time.perf_counter() - self._stepped_at
+        with self._timed("publish"):
+            self.publish()
+        if self._stop.is_set() or self._is_last:
+            self._end_here()
+
+    def _end_here(self) -> None:
+        """Tell the training loop to end, and to write the checkpoint of this step first where checkpoints are wanted."""
+        self.control.should_training_stop = True
+        step = self.state.global_step
+        is_saved = (Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}").exists()
+        self.control.should_save = self.args.save_strategy != SaveStrategy.NO and step > 0 and not is_saved
+
+    def publish(self) -> None:
+        """Give the current weights to the publisher, under the number of steps that made them."""
+        self._publisher.publish(self.policy_state(), self.state.global_step)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with _quiet():
+            super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder says what the run was."""
+
+    def _send_telemetry(self) -> None:
+        """Nothing: a run reports to nobody."""
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+
+
+class _PublishAndStop(TrainerCallback):
+    """Where the training loop calls us back."""
+
+    def __init__(self, trainer: SluiceGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.publish()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.step_ended()
+
+
+def build_trainer(
+    config: RlvrConfig,
+    *,
+    model_path: str | Path,
+    output_dir: Path,
+    source: BatchSource,
+    publisher: Publisher,
+    on_step: OnStep,
+    stop: threading.Event | None = None,
+) -> SluiceGRPOTrainer:
+    """The trainer that a configuration describes.
+
+    The engine's model must not be copied from this trainer's (TRL rebinds its forward): build it from the same folder, before.
+
+    Args:
+        config: everything under `trainer`, `model.lora`, `seed`, `response_length` and `engine.temperature` is used.
+        model_path: folder with model and tokenizer.
+        output_dir: where checkpoints go, when `trainer.save_every_steps` is set.
+        source: where batches come from.
+        publisher: who samples with the weights.
+        on_step: called after each step.
+        stop: set it to end after the current step.
+
+    Raises:
+        ConfigError: the folder holds no loadable model, or LoRA does not fit it.
+    """
+    settings = config.trainer
+    with _quiet():
+        model, tokenizer = _load(Path(model_path))
+        return SluiceGRPOTrainer(
+            source=source,
+            publisher=publisher,
+            on_step=on_step,
+            stop=stop or threading.Event(),
+            advantage=settings.advantage,
+            micro_batch_size=settings.micro_batch_size,
+            logprob_tolerance=None if settings.bf16 else settings.logprob_tolerance,
+            own_old_logprobs=config.model.lora is not None and config.model.lora.dropout > 0,
+            torch_threads=settings.torch_threads,
+            model=model,
+            args=grpo_config(config, output_dir),
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": [""] * settings.max_steps}),
+            peft_config=_lora_config(config.model, model),
+        )
+
+
+def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
+    """TRL's settings for a configuration. The one place where names are translated; whatever TRL would do beyond training is off."""
+    settings = config.trainer
+    on_cpu = not torch.cuda.is_available()
+    return GRPOConfig(
+        output_dir=str(output_dir),
+        seed=config.seed,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        # optimiser and schedule
+        max_steps=settings.max_steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.bf16,
+        fp16=False,
+        activation_checkpointing=False,  # it computes every forward twice; `micro_batch_size` bounds the memory
+        # loss
+        loss_type=settings.loss_type,
+        epsilon=settings.epsilon,
+        beta=settings.beta,
+        use_bias_correction_kl=True,
+        temperature=config.engine.temperature,
+        max_completion_length=config.response_length,  # the constant that dr_grpo divides by
+        num_iterations=1,
+        mask_truncated_completions=False,  # decided before the batch
+        # one call of `training_step` is one optimiser step
+        per_device_train_batch_size=PLACEHOLDER_ROWS,
+        num_generations=PLACEHOLDER_ROWS,
+        gradient_accumulation_steps=1,
+        shuffle_dataset=False,
+        ignore_data_skip=True,
+        # records are ours
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        eval_strategy="no",
+        save_strategy="no" if settings.save_every_steps is None else "steps",
+        save_steps=settings.save_every_steps or settings.max_steps,
+    )
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Model in float32, every dropout off, and tokenizer. Reads the folder and nothing else."""
+    wanted = "model.path: expected a folder with a causal language model and its tokenizer as written by save_pretrained"
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{wanted}, but {folder} has no {name} - save both there, or correct the path")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        for name, value in vars(config).items():
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{wanted}, but loading {folder} failed: {error}") from error
+    return model, tokenizer
+
+
+def _lora_config(config: ModelConfig, model: Any) -> LoraConfig | None:
+    lora = config.lora
+    if lora is None:
+        return None
+    names = [name for name, _ in model.named_modules()]
+    for target in lora.target_modules:
+        if target == "lm_head" or not any(f".{name}".endswith(f".{target}") for name in names):
+            found = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)})
+            raise ConfigError(
+                f"model.lora.target_modules: expected names of linear layers inside {type(model).__name__}, got {target!r} - choose from "
+                f"{', '.join(name for name in found if name != 'lm_head')}"
+            )
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _without_adapter(model: Any) -> Any:
+    """The causal language model inside peft's wrapper; its layers stay adapted."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _can_share_prompts(model: Any) -> bool:
+    """Whether keys and values of a prompt are all that what follows needs: a plain decoder with full attention in every layer."""
+    base = _without_adapter(model)
+    text = base.config.get_text_config()
+    layer_types = getattr(text, "layer_types", None) or ["full_attention"]
+    is_windowed = getattr(text, "sliding_window", None) is not None and not hasattr(text, "layer_types")
+    return not base._is_stateful and not is_windowed and set(layer_types) == {"full_attention"}
+
+
+def _loss_share(loss_type: str, mask: torch.Tensor, *, rows: int, tokens: int) -> float:
+    """What TRL's loss of a micro batch must be multiplied by, so that the micro batches sum to the loss of the whole batch.
+
+    TRL means over the rows it sees (grpo, dr_grpo) or over their loss tokens (bnpo); dapo already divides by the tokens of the batch. Rows
+    without a loss token count nowhere.
+    """
+    if loss_type in {"grpo", "dr_grpo"}:
+        return mask.size(0) / rows if rows else 0.0
+    if loss_type == "bnpo":
+        return int(mask.sum()) / tokens if tokens else 0.0
+    return 1.0
+
+
+def _describe_gap(logprobs: torch.Tensor, tensors: _Tensors, gap: torch.Tensor, *, tolerance: float, step: int) -> str:
+    """What a person needs to find the fault behind log-probs that do not match."""
+    row, position = divmod(int(torch.nan_to_num(gap, nan=torch.inf).argmax()), gap.size(1))
+    sample: Sample = tensors["samples"][row]
+    ours, theirs = logprobs[row].float().cpu().numpy(), sample.inference_logprobs
+    length = len(theirs)
+    shifted = length > 2 and min(np.abs(ours[: length - 1] - theirs[1:]).max(), np.abs(ours[1:length] - theirs[:-1]).max()) <= tolerance
+    if shifted:
+        cause = "the two rows are shifted by one token against each other: a log-prob belongs to the token at its own place"
+    elif sample.policy_version != step:
+        cause = "the engine sampled with other weights: it must take each publish before it samples for the next batch"
+    else:
+        cause = (
+            "the engine must report full-vocabulary log-probs at engine.temperature, and copy every published weight into a model of its "
+            "own; sampling that cuts the vocabulary, or other precision than float32, also does this"
+        )
+    return (
+        f"expected trainer and inference log-probs within {tolerance:g} of each other, got {gap[row, position].item():.6g} at step {step}, "
+        f"group {sample.group_id}, attempt {sample.attempt_id}, completion token {position} of {length}: trainer {ours[position]:.6f}, "
+        f"inference {theirs[position]:.6f}, sampled by version {sample.policy_version} - {cause}"
+    )
+
+
+def _rewards_come_with_the_batch(**_: Any) -> list[float | None]:
+    raise AssertionError("rewards are computed before a batch is made; TRL must not ask for them")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While models are loaded, wrapped or saved: no progress bars over the display, and no warning about a name that peft still uses."""
+    bars: Any = transformers_logging
+    was_on = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+            yield
+    finally:
+        if was_on:
+            bars.enable_progress_bar()

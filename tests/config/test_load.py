@@ -1,0 +1,261 @@
+"""A file and overrides become a checked configuration, or one error that names everything."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.config import RlvrConfig, check_config, load_config, parse_config, to_yaml
+from sluice.config.models import AdvantageConfig, TrainerConfig
+from sluice.config.reading import parse_document
+from sluice.errors import ConfigError
+from tests.config.recipes import TEXT, problems_of, smallest, write
+
+# ---------------------------------------------------------------- properties
+
+TRICKY = st.sampled_from(
+    ["on", "off", "yes", "no", "1e-3", "010", "0x1f", "null", "~", "", "1:30", "2024-01-01", "<<", "a: b", "#", "é", " x", "-", "=", "!t"]
+)
+TEXTS = TRICKY | st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=8)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6)
+
+
+@given(
+    arguments=st.dictionaries(TEXTS, VALUES, max_size=4),
+    params=st.dictionaries(TEXTS, VALUES, max_size=3),
+    rate=st.floats(1e-12, 1.0),
+    tags=st.lists(TEXTS, max_size=3, unique=True),
+)
+def test_the_resolved_configuration_loads_again_to_an_equal_one(arguments: Any, params: Any, rate: float, tags: list[str]) -> None:
+    data = smallest(
+        model__path="/m",
+        tasks__train__0__params=params,
+        rewards__math__query_filter_config={"type": "package.filter", "filter_args": arguments},
+        rewards__math__tag_included=[tag for tag in tags if tag != "math"],
+        trainer__learning_rate=rate,
+    )
+    config = parse_config(data)
+    assert config.rewards["math"].query_filter_config.filter_args == arguments
+    again, places, problems = parse_document(to_yaml(config), "again")
+    assert problems == []
+    assert parse_config(again) == config
+
+
+def _paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in [(*above, key), *_paths(inner, (*above, key))]]
+
+
+WRONG = st.sampled_from([None, True, -1, 0, 1.5, 1e400, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "3", [[]], [{}], {"type": 3}])
+
+
+@given(picks=st.lists(st.tuples(st.integers(0, 10_000), WRONG, st.booleans()), min_size=1, max_size=4))
+def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[int, Any, bool]]) -> None:
+    data = yaml.safe_load(to_yaml(parse_config(smallest(model__lora={}, rewards__math__response_filter_config={"type": "length"}))))
+    for pick, value, is_new in picks:
+        paths = _paths(data)
+        path = paths[pick % len(paths)] if paths else ("exp_name",)
+        owner = data
+        for part in path[:-1]:
+            owner = owner[part]
+        key = f"{path[-1]}x" if is_new and isinstance(owner, dict) else path[-1]
+        owner[key] = value
+    told: list[str] = []
+    try:
+        parse_config(data)
+    except ConfigError as err:
+        told = problems_of(err)
+    for line in told:
+        assert line.startswith("config: ")
+        for foreign in ("Input should", "pydantic", "another value"):
+            assert foreign not in line
+
+
+@given(seed=st.integers(0, 2**16), count=st.integers(1, 5))
+def test_every_planted_fault_is_told_once(seed: int, count: int) -> None:
+    faults = {
+        "exp_name": "a/b",
+        "rollout_batch_size": 0,
+        "prompt_lenght": 3,
+        "trainer__beta": -1,
+        "engine__temperature": 0,
+        "model__lora__rank": 2,
+        "resampling__fill": "refil",
+        "tasks__train__0__sise": 3,
+        "async_generation_ratio": 2.0,
+        "rewards__math__timeout_value": 1.0,
+        "validation__every_steps": 5,
+    }
+    chosen = random.Random(seed).sample(sorted(faults), count)
+    with pytest.raises(ConfigError) as raised:
+        parse_config(smallest(**{name: faults[name] for name in chosen}))
+    told = problems_of(raised.value)
+    assert len(told) == count
+    for name in chosen:
+        assert sum(f"config: {name.replace('__', '.')}: " in line for line in told) == 1
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_file_loads_with_its_numbers_as_numbers(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert config.trainer.learning_rate == 0.001
+    assert config.rewards["math"].query_filter_config.type == "no_filter"
+    assert config == parse_config(smallest(), folder=tmp_path)
+
+
+def test_loading_takes_milliseconds(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    load_config(path)
+    started = time.perf_counter()
+    load_config(path)
+    assert time.perf_counter() - started < 0.5
+
+
+def test_relative_paths_start_at_the_file_and_those_of_overrides_at_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    text = TEXT.replace(
+        "{type: reasoning_gym, name: basic_arithmetic, size: 100, domain: math}", "{type: jsonl, path: ../data/x.jsonl, domain: math}"
+    )
+    path = write(tmp_path / "recipes", text)
+    config = load_config(path)
+    assert config.model.path == str(tmp_path / "recipes" / "checkpoint")
+    assert config.tasks.train[0].path == tmp_path / "data" / "x.jsonl"
+    assert config.records.root == Path("runs")
+    other = load_config(Path(os.path.relpath(path)), ["model.path=mine", "tasks.train.0.path=/abs/y.jsonl"])
+    assert other.model.path == str(here / "mine")
+    assert other.tasks.train[0].path == Path("/abs/y.jsonl")
+    whole = load_config(path, ["model={path: mine}", "tasks.validation=[{type: jsonl, path: v.jsonl, domain: math}]"])
+    assert whole.model.path == str(here / "mine")
+    assert whole.tasks.validation[0].path == here / "v.jsonl"
+
+
+def test_environment_variables_are_not_expanded_and_home_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("EXP", "x")
+    assert parse_config(smallest(model__path="/a/$EXP")).model.path == "/a/$EXP"
+    assert parse_config(smallest(model__path="~/model")).model.path == "/home/someone/model"
+
+
+def test_an_error_names_file_line_key_what_was_expected_what_came_and_the_nearest_name(tmp_path: Path) -> None:
+    path = write(tmp_path, TEXT.replace("learning_rate: 1e-3", "learning_rate: fast\n  warmup_stepz: 2") + "resampling: {fill: refil}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert problems_of(raised.value) == [
+        f"{path}:16: trainer.learning_rate: expected a number > 0, got 'fast' (text)",
+        f"{path}:17: trainer.warmup_stepz: unknown key - did you mean warmup_steps?",
+        f"{path}:18: resampling.fill: expected one of refill, shrink, got 'refil' (text) - did you mean refill?",
+    ]
+
+
+def test_a_key_of_another_section_is_shown_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate: unknown key here - did you mean trainer.learning_rate\?"):
+        parse_config(smallest(learning_rate=0.1))
+    with pytest.raises(ConfigError, match=r"temperature: unknown key here - did you mean engine.temperature or validation.temperature\?"):
+        parse_config(smallest(temperature=0.1))
+    with pytest.raises(ConfigError, match=r"verifier: unknown key here - did you mean rewards.<domain>.verifier\?"):
+        parse_config(smallest(verifier={}))
+
+
+def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
+    with pytest.raises(ConfigError, match="reward_pool.zebra: unknown key - valid keys: workers"):
+        parse_config(smallest(reward_pool__zebra=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout_batch_size": "32"}, "rollout_batch_size: expected a whole number >= 1, got '32' (text) - write 32 without quotes"),
+        ({"rollout_batch_size": True}, "rollout_batch_size: expected a whole number >= 1, got true"),
+        ({"rollout_batch_size": 32.0}, "rollout_batch_size: expected a whole number >= 1, got 32.0 (a number) - write 32"),
+        ({"tasks__shuffle": "no"}, "tasks.shuffle: expected true or false, got 'no' (text) - write false"),
+        ({"tasks__shuffle": "True"}, "tasks.shuffle: expected true or false, got 'True' (text) - write it without quotes"),
+        ({"trainer__adam_beta1": 1}, "trainer.adam_beta1: expected a number >= 0 and < 1, got 1 (a number)"),
+        ({"trainer__max_grad_norm": float("inf")}, "trainer.max_grad_norm: expected a number > 0, got inf (a number)"),
+        ({"model__path": 3}, "model.path: expected text that is not empty, got 3 (a number) - put it in quotes"),
+        ({"model__path": ""}, "model.path: expected text that is not empty, got '' (text)"),
+        ({"model": None}, "model: expected a section with the keys path, lora, got null"),
+        ({"tasks__train": []}, "tasks.train: expected a list, at least one, got a list of 0"),
+        ({"rewards": {}}, "rewards: expected a mapping, at least one, got a mapping {}"),
+        ({"rewards__math__verifier": "exact"}, "rewards.math.verifier: expected a section with the keys type, args, got 'exact' (text)"),
+        ({"records__root": 3}, "records.root: expected a path, got 3 (a number)"),
+        ({"validation__every_steps": 0}, "validation.every_steps: expected a whole number >= 1 or null, got 0 (a number)"),
+        ({"exp_name": ".."}, "exp_name: expected text of letters, digits, '.', '_' and '-', a letter or digit first, got '..' (text)"),
+        ({"pipeline": "agentic"}, "pipeline: expected rlvr, got 'agentic' (text)"),
+        ({"seed": 2**32}, "seed: expected a whole number >= 0 and < 4294967296, got 4294967296 (a number)"),
+        ({"engine__type": "vllm"}, "engine.type: expected slot, got 'vllm' (text)"),
+    ],
+)
+def test_a_wrong_value_is_told_in_the_words_of_yaml(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(smallest(**change))
+    assert problems_of(raised.value) == [f"config: {message}"]
+
+
+def test_a_missing_key_says_what_it_takes() -> None:
+    data = smallest()
+    del data["trainer"]["max_steps"], data["rewards"]["math"]["verifier"]
+    with pytest.raises(ConfigError) as raised:
+        parse_config(data)
+    assert problems_of(raised.value) == [
+        "config: rewards.math.verifier: expected a section with the keys type, args, the key is missing",
+        "config: trainer.max_steps: expected a whole number >= 1, the key is missing",
+    ]
+
+
+def test_rules_across_keys_are_told_beside_wrong_values_but_not_because_of_them() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(smallest(is_use_additional_prompts="maybe", max_additional_running_prompts=4, async_generation_ratio=1.0, bogus=1))
+    told = "\n".join(problems_of(raised.value))
+    assert "is_use_additional_prompts: expected true or false" in told
+    assert "async_generation_ratio: must be 0" in told
+    assert "max_additional_running_prompts: " not in told  # whether it has an effect is not known yet
+
+
+# ---------------------------------------------------------------- written down again
+
+
+def test_the_resolved_configuration_holds_what_has_an_effect_and_nothing_else() -> None:
+    data = yaml.safe_load(to_yaml(parse_config(smallest())))
+    assert data["trainer"]["beta"] == 0.0
+    assert data["resampling"]["max_resample_rounds"] == 10
+    assert "max_additional_running_prompts" not in data
+    assert data["validation"] == {}
+    assert "path" not in data["tasks"]["train"][0]
+
+
+def test_what_was_written_is_written_again_even_without_effect() -> None:
+    config = parse_config(smallest())
+    idle = config.model_copy(
+        update={"trainer": TrainerConfig(max_steps=1, learning_rate=1.0, advantage=AdvantageConfig(type="leave_one_out", eps=0.5))}
+    )
+    assert yaml.safe_load(to_yaml(idle))["trainer"]["advantage"] == {"type": "leave_one_out", "eps": 0.5}
+
+
+def test_a_configuration_built_in_python_can_be_checked() -> None:
+    config = parse_config(smallest())
+    check_config(config)
+    with pytest.raises(ConfigError, match="async_generation_ratio: must be 0, got 2"):
+        check_config(RlvrConfig.model_validate({**smallest(), "async_generation_ratio": 2.0}))
+    with pytest.raises(ConfigError, match="max_additional_running_prompts: has no effect"):
+        check_config(RlvrConfig.model_validate({**smallest(), "max_additional_running_prompts": 16}))
+
+
+def test_parsing_leaves_the_mapping_as_it_was() -> None:
+    data = smallest()
+    parse_config(data, ["trainer.max_steps=3"], folder="/somewhere")
+    assert data == smallest()
