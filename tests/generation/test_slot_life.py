@@ -228,6 +228,8 @@ def crowd_engine(qwen2_path):
         (tiny.request(0, [2], new=0), "must fit"),
         (tiny.request(0, [2], temperature=-1.0), "temperature must be 0"),
         (tiny.request(0, [2], temperature=float("nan")), "temperature must be 0"),
+        (tiny.request(0, [2], temperature=float("inf")), "temperature must be 0"),
+        (tiny.request(0, [2], temperature=1e-40), r"at least 0\.0001, got 1e-40"),
         (tiny.request(0, [2], purpose="test"), "train, validation"),
     ],
 )

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import sluice.trainer.trl as room
 from sluice.config.models import AdvantageConfig
 from sluice.errors import ConfigError, TrainerError
+from sluice.generation.tokenizer import load_tokenizer
 from sluice.trainer import advantages_for, collate, samples_from_batch
 from sluice.trainer.trl import build_trainer, grpo_config
 from sluice.types import Batch, Sample
@@ -183,7 +184,7 @@ def test_positions_count_from_the_first_visible_token(model_folder: Path, tmp_pa
         eos_token_id=END,
     )
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    load_tokenizer(model_folder).save_pretrained(tmp_path)
 
     def make(engine: FakeEngine, call: int) -> Batch:
         prompts = [[2, 3, 4, 5], [6], [7, 8]]
@@ -494,7 +495,7 @@ def test_the_saved_policy_loads_as_a_model_and_a_tokenizer(model_folder: Path, t
     run.trainer.save_policy(tmp_path / "policy")
     ours, theirs = (logprobs_of(model, [[2, 3, 4]])[0] for model in (load(tmp_path / "policy"), run.engine.model))
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy")("ab")["input_ids"] == [2, 3]
+    assert load_tokenizer(tmp_path / "policy")("ab")["input_ids"] == [2, 3]
 
 
 @pytest.mark.parametrize("end", ["last batch", "no batch", "stop"])
@@ -581,14 +582,17 @@ def test_the_schedule_and_the_optimiser_are_the_configured_ones(model_folder: Pa
     assert (args.seed, args.bf16, args.report_to, args.ignore_data_skip) == (42, False, [], True)
 
 
-@pytest.mark.parametrize("content", [None, "nothing", "no tokenizer"])
-def test_a_folder_without_a_model_is_refused(model_folder: Path, tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize("content", ["no folder", "nothing", "no tokenizer", "no weights"])
+def test_a_folder_without_a_model_is_refused(model_folder: Path, tmp_path: Path, content: str) -> None:
     folder = tmp_path / "model"
-    if content is not None:
+    if content != "no folder":
         folder.mkdir()
     if content == "no tokenizer":
         load(model_folder).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"model\.path: expected a folder with a causal language model and its tokenizer"):
+    if content == "no weights":
+        for file in model_folder.glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=r"model\.path.* with a (causal language model|tokenizer)"):
         Run(folder, tmp_path, always, engine=FakeEngine(model_folder))
 
 

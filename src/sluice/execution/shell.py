@@ -92,7 +92,7 @@ class LocalShell:
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, _Member] = {}
         self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
-        self._score_tasks: set[asyncio.Task[None]] = set()
+        self._cancelled_scores: set[asyncio.Task[None]] = set()  # have not ended yet
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
         self._error: BaseException | None = None
         self._warned: set[str] = set()
@@ -129,7 +129,7 @@ class LocalShell:
                 self._tell(ev.Shutdown())
             for member in list(self._members.values()):  # only after an error: the machine can no longer say so
                 self._stop(member)
-        pending = [member.handle.future for member in self._let_go] + list(self._score_tasks)
+        pending = [member.handle.future for member in self._let_go] + list(self._cancelled_scores)
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
 
@@ -241,15 +241,17 @@ class LocalShell:
                 return
             self._tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
             return
-        task = self._loop.create_task(self._score(member, future.result()))
-        member.score_task = task
-        self._score_tasks.add(task)
-        task.add_done_callback(self._scored)
+        member.score_task = self._loop.create_task(self._score(member, future.result()), name=f"score {member.launch.attempt_id}")
 
     async def _score(self, member: _Member, generation: Generation) -> None:
         launch = member.launch
-        text = self._decode(generation.token_ids)
-        score = await self.scorer.score(launch.task, text)
+        try:
+            text = self._decode(generation.token_ids)
+            score = await self.scorer.score(launch.task, text)
+        except Exception as error:  # noqa: BLE001 - a bug of the scorer, since single failures are data: raised where the batch is awaited
+            del self._members[launch.attempt_id]
+            self._fail(error)
+            return
         del self._members[launch.attempt_id]
         rollout = single_turn_rollout(
             attempt_id=launch.attempt_id,
@@ -263,13 +265,6 @@ class LocalShell:
         )
         self._tell(ev.MemberFinished(rollout=rollout))
 
-    def _scored(self, task: asyncio.Task[None]) -> None:
-        self._score_tasks.discard(task)
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None:
-                self._fail(error)
-
     def _cancel(self, attempt_id: int) -> list[ev.Instruction]:
         member = self._members.get(attempt_id)
         if member is None:
@@ -282,6 +277,8 @@ class LocalShell:
         del self._members[member.launch.attempt_id]
         member.counted_tokens = member.handle.sampled_tokens
         if member.score_task is not None:
+            self._cancelled_scores.add(member.score_task)
+            member.score_task.add_done_callback(self._cancelled_scores.discard)
             member.score_task.cancel()
         elif not member.handle.future.done():
             self._let_go.add(member)

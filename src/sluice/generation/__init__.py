@@ -1,8 +1,9 @@
 """Models that produce tokens: a request goes in, sampled tokens with their log-probs come out.
 
-- base.py      what every engine offers
-- null.py      an engine without a model, for tests and benchmarks
-- slot.py      the in-process engine: its thread, queue, cancels and publishes
+- base.py        what every engine offers
+- null.py        an engine without a model, for tests and benchmarks
+- tokenizer.py   the tokenizer of a model folder, as the folder describes it
+- slot.py        the in-process engine: its thread, queue, cancels and publishes
   - rows.py      the table of live sequences, and who is computed next
   - model.py     a transformers model with slots: tokens in, next-token logits out
   - cache.py     keys and values of all slots

@@ -34,44 +34,34 @@ OnPublish = Literal["recompute", "keep"]
 
 _PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _PREFILL_TOKENS = 2048  # computed by one prefill pass: bounds how long decoding rows, and a cancel, wait for it
+_MIN_TEMPERATURE = 1e-4  # below it, logits divided by it leave float32, and nothing but the most probable token is drawn anyway
 _CLOSE_TIMEOUT_S = 30.0  # a forward pass that lasts longer is left behind in its daemon thread
 
 
 class SlotHandle:
     """An open request of a `SlotEngine`. Cancelling its future is taken as `cancel()`."""
 
-    __slots__ = ("_engine", "_loop", "_sampled", "_ticket", "future", "is_cancelled", "is_seated", "is_settled", "request", "slot")
+    __slots__ = ("_engine", "future", "is_cancelled", "is_seated", "loop", "request", "settled", "slot", "ticket")
 
     def __init__(self, engine: SlotEngine, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
+        self.loop = loop
         self.future: asyncio.Future[Generation] = loop.create_future()
+        self.future.add_done_callback(self._on_done)
         self._engine = engine
-        self._loop = loop
-        self._ticket = -1  # place of its count while it is seated
-        self._sampled: int | None = None  # tokens sampled in all, once it has ended
         # Kept by the engine:
         self.slot = -1
-        self.is_cancelled = False  # asked to stop
+        self.ticket = -1  # where its tokens are counted while it is seated
         self.is_seated = False  # has or had a slot
-        self.is_settled = False  # its outcome is decided, though perhaps still on the way to the loop
-        self.future.add_done_callback(self._on_done)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that the future belongs to."""
-        return self._loop
-
-    @property
-    def ticket(self) -> int:
-        """Where the engine counts its tokens while it is seated."""
-        return self._ticket
+        self.is_cancelled = False  # asked to stop
+        self.settled: int | None = None  # tokens sampled in all, once its outcome is decided, though perhaps still on the way to the loop
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens sampled for it so far."""
         # Order matters: the engine sets the final number before it gives the ticket to another request.
-        live = self._engine.live_tokens(self._ticket) if self._ticket >= 0 else 0
-        return live if self._sampled is None else self._sampled
+        live = self._engine.live_tokens(self.ticket) if self.is_seated else 0
+        return live if self.settled is None else self.settled
 
     def cancel(self) -> None:
         """Ask the engine to stop; returns at once.
@@ -80,17 +70,6 @@ class SlotHandle:
         under way. One that had already ended by itself keeps its own finish reason.
         """
         self._engine.cancel(self)
-
-    def seat(self, slot: int, ticket: int) -> None:
-        """The engine gave it a slot."""
-        self.slot = slot
-        self._ticket = ticket
-        self.is_seated = True
-
-    def settle(self, sampled: int) -> None:
-        """Its outcome is decided."""
-        self._sampled = sampled
-        self.is_settled = True
 
     def _on_done(self, future: asyncio.Future[Generation]) -> None:
         if future.cancelled():
@@ -246,14 +225,14 @@ class SlotEngine:
     def cancel(self, handle: SlotHandle) -> None:
         """Stop a request; see `SlotHandle.cancel`."""
         with self._lock:
-            if handle.is_settled or handle.is_cancelled:
+            if handle.settled is not None or handle.is_cancelled:
                 return
             handle.is_cancelled = True
             if handle.is_seated:
                 self._cancels.append(handle)
                 self._wake.set()
                 return
-            handle.settle(0)
+            handle.settled = 0
         nothing = Generation(
             request_id=handle.request.request_id,
             token_ids=np.empty(0, dtype=np.int64),
@@ -317,8 +296,10 @@ class SlotEngine:
                 f"{name}: prompt and max_new_tokens (at least 1) must fit into max_length {self._max_length}, got {len(prompt)} + "
                 f"{request.max_new_tokens} - load the engine with a larger max_length, or ask for less"
             )
-        if not (math.isfinite(request.temperature) and request.temperature >= 0):
-            raise GenerationError(f"{name}: temperature must be 0 (most probable token) or above, got {request.temperature}")
+        if not (request.temperature == 0 or _MIN_TEMPERATURE <= request.temperature < math.inf):
+            raise GenerationError(
+                f"{name}: temperature must be 0 (most probable token) or at least {_MIN_TEMPERATURE}, got {request.temperature}"
+            )
         if request.purpose not in _PURPOSES:
             raise GenerationError(f"{name}: purpose must be one of {', '.join(_PURPOSES)}, got {request.purpose!r}")
 
@@ -393,7 +374,7 @@ class SlotEngine:
             raise
 
     def _carry_out(self, cancels: list[SlotHandle]) -> None:
-        live = [handle for handle in cancels if not handle.is_settled]
+        live = [handle for handle in cancels if handle.settled is None]
         if live:
             for handle in live:
                 self._finish(handle.slot, "cancelled")
@@ -407,7 +388,7 @@ class SlotEngine:
         with self._lock:
             while self._waiting and rows.count < self._max_slots:
                 handle = self._waiting.popleft()
-                if handle.is_settled:
+                if handle.settled is not None:
                     continue
                 request = handle.request
                 ticket = self._tickets.pop()
@@ -416,7 +397,7 @@ class SlotEngine:
                     handle, request.prompt_ids, max_new=request.max_new_tokens, temperature=request.temperature,
                     noise_key=noise_key(request.seed), ticket=ticket, account=_PURPOSES.index(request.purpose),
                 )  # fmt: skip
-                handle.seat(slot, ticket)
+                handle.slot, handle.ticket, handle.is_seated = slot, ticket, True
 
     def _prefill(self) -> None:
         assert self._model is not None
@@ -478,7 +459,7 @@ class SlotEngine:
             finish_reason=reason,
             policy_version=self._version if version < 0 else version,
         )
-        handle.settle(len(token_ids))
+        handle.settled = len(token_ids)
         self._tickets.append(handle.ticket)
         self._results.setdefault(handle.loop, []).append((handle, generation))
 
@@ -501,12 +482,12 @@ class SlotEngine:
         assert self._stopped is not None
         with self._lock:
             arriving = [handle for handles in self._arriving.values() for handle in handles]
-            open_handles = [handle for handle in (*self._rows.owners, *self._waiting, *arriving) if not handle.is_settled]
+            open_handles = [handle for handle in (*self._rows.owners, *self._waiting, *arriving) if handle.settled is None]
             self._waiting.clear()
             self._arriving.clear()
             publishes, self._publishes = self._publishes, []
             for handle in open_handles:
-                handle.settle(handle.sampled_tokens)
+                handle.settled = handle.sampled_tokens
         self._deliver()
         failed: dict[asyncio.AbstractEventLoop, list[SlotHandle]] = {}
         for handle in open_handles:

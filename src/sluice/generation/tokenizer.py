@@ -1,7 +1,8 @@
 """Load the tokenizer of a model folder, as the folder describes it.
 
-transformers' AutoTokenizer (5.x) replaces a tokenizer saved by `PreTrainedTokenizerFast` by the class registered for some model types, qwen2
-among them: a tokenizer of one's own then splits text into other tokens, without a word. A folder that declares the general class gets it.
+transformers' AutoTokenizer (5.x) replaces a tokenizer saved by `PreTrainedTokenizerFast` by the class registered for some model types,
+qwen2 among them: a tokenizer of one's own then splits text into other tokens, without a word. A folder that declares the general class
+gets it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from sluice.errors import ConfigError
 
-GENERAL_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})  # names of the class that is tokenizer.json and no more
+GENERAL_CLASSES: Final = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})  # both are tokenizer.json and no more
 
 
 def load_tokenizer(path: str | Path) -> Any:

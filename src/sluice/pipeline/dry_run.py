@@ -37,9 +37,7 @@ async def one_group(
     scores = await asyncio.gather(*(scorer.score(task, text) for text in texts))
     seconds["score"] = time.monotonic() - started
     rollouts = tuple(
-        single_turn_rollout(
-            attempt_id=index, group_id=0, member_index=index, task=task, generation=generation, text=text, score=score
-        )
+        single_turn_rollout(attempt_id=index, group_id=0, member_index=index, task=task, generation=generation, text=text, score=score)
         for index, (generation, text, score) in enumerate(zip(generations, texts, scores, strict=True))
     )
     masks_truncated = config.resampling.truncated == "mask"

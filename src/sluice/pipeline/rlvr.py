@@ -96,9 +96,7 @@ class _Parts:
 
 def _build_parts(config: RlvrConfig, phase: Callable[[str], None]) -> _Parts:
     check_rewards(config.rewards)
-    filters = build_domain_filters(
-        config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members
-    )
+    filters = build_domain_filters(config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members)
     phase("loading the model")
     engine = SlotEngine.load(
         config.model.path,
@@ -148,7 +146,9 @@ def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResu
         parts = _build_parts(config, display.phase)
         stack.callback(parts.engine.close)
         folder = stack.enter_context(
-            RunFolder.create(config.records.root, config.exp_name, config.seed, to_yaml(config), facts={MAX_STEPS: config.trainer.max_steps})
+            RunFolder.create(
+                config.records.root, config.exp_name, config.seed, to_yaml(config), facts={MAX_STEPS: config.trainer.max_steps}
+            )
         )
         display.message(f"run folder: {folder.path}")
         journal = Journal(folder.run_db)

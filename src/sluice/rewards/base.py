@@ -41,7 +41,6 @@ class Scorer(Protocol):
         """Counts and mean times since the start, under names that begin with `rewards/`."""
 
 
-
 class BuiltinVerifier(Section):
     """Base of the verifiers that have a name: the fields of the class are the `args` of the configuration, checked while loading."""
 

@@ -91,7 +91,11 @@ def advantages_for(samples: Sequence[Sample], config: AdvantageConfig) -> Advant
 
 
 def batch_metrics(samples: Sequence[Sample], advantages: Advantages) -> dict[str, float]:
-    """What a batch is worth, as flat metrics. Counts are of rollouts and of tokens that the policy sampled and trains on."""
+    """What a batch is worth, as flat metrics.
+
+    Tokens are those that the policy sampled and trains on. Useful is what has an advantage other than 0: rollouts, and groups with such a
+    rollout. Reward means are over all rollouts that have a reward, and over the counted ones.
+    """
     scored = [s.reward for s in samples if s.reward is not None]
     counted = [s.reward for s in samples if s.is_counted and s.reward is not None]
     tokens = np.array([np.count_nonzero(s.loss_mask) for s in samples], dtype=np.int64)

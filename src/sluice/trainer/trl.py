@@ -415,7 +415,7 @@ def build_trainer(
         stop: set it to end after the current step.
 
     Raises:
-        ConfigError: the folder holds no loadable model, or LoRA does not fit it.
+        ConfigError: the folder holds no loadable model or tokenizer, or LoRA does not fit it.
     """
     settings = config.trainer
     with _quiet():
@@ -487,19 +487,18 @@ def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """Model in float32, every dropout off, and tokenizer. Reads the folder and nothing else."""
-    wanted = "model.path: expected a folder with a causal language model and its tokenizer as written by save_pretrained"
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{wanted}, but {folder} has no {name} - save both there, or correct the path")
+    wanted = "model.path: expected a folder with a causal language model as written by save_pretrained"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{wanted}, but {folder} has no config.json - save a model there, or correct the path")
+    tokenizer = load_tokenizer(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         for name, value in vars(config).items():
             if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-        tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{wanted}, but loading {folder} failed: {error}") from error
+        raise ConfigError(f"{wanted}, but loading {folder} failed: {error} - save it again") from error
     return model, tokenizer
 
 
