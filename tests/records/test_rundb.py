@@ -357,6 +357,6 @@ def test_case_78_memory_holds_no_record_once_it_is_written(folder: RunFolder, re
             journal.group(record(i))
         journal.flush()
         gc.collect()
-        assert sum(isinstance(o, GroupRecord) for o in gc.get_objects()) <= 1
+        assert sum(type(o) is GroupRecord for o in gc.get_objects()) <= 1
         with closing(sqlite3.connect(folder.run_db)) as db:
             assert db.execute("SELECT count(*) FROM groups").fetchone() == (5_000,)

@@ -304,7 +304,8 @@ class _Run:
         ledger = self.scheduler.ledger
         sampled = self.parts.engine.sampled_tokens("train")
         self.journal.fact(ENGINE_TOKENS, sampled)
-        self.journal.fact(OVERHEAD_SECONDS, {"machine": self.shell.machine_seconds, "journal": self.shell.journal_seconds, "run": seconds})
+        overhead = {"machine": self.shell.machine_seconds, "journal": self.shell.journal_seconds + self.journal.write_seconds}
+        self.journal.fact(OVERHEAD_SECONDS, {**overhead, "run": seconds})
         if ledger.total_tokens != sampled:
             text = f"the ledger accounts for {ledger.total_tokens} sampled tokens, the engine counted {sampled}: please report this"
             self.journal.event("error", text)

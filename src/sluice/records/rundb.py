@@ -234,6 +234,8 @@ class Journal:
         self._waiting: deque[tuple[str, Any]] = deque()  # (table, its rows: all or none are on disk), oldest first
         self._in_hand: list[tuple[str, Any]] = []  # taken by the writer, not committed yet
         self._written = 0
+        self.write_seconds = 0.0
+        """Seconds that the writer spent on committing, beside whatever the callers did meanwhile."""
         self._problem: BaseException | None = None  # why the writer stopped
         self._lock = threading.Lock()  # between callers, so that no row slips in behind `close`; the writer never takes it
         self._closed = False
@@ -399,7 +401,9 @@ class Journal:
                 self._in_hand.append(self._waiting.popleft())
             if not self._in_hand:
                 return
+            started = time.perf_counter()
             self._commit(self._in_hand)
+            self.write_seconds += time.perf_counter() - started
             self._written += len(self._in_hand)
             for table, payload in self._in_hand:
                 if table == "flush":
