@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from sluice.config import RlvrConfig, to_yaml
+from sluice.config import RlvrConfig, check_config, to_yaml
 from sluice.errors import SluiceError
 from sluice.execution import LocalShell, ValidationResult, validate
 from sluice.filters import DomainFilters, build_domain_filters
@@ -139,6 +139,7 @@ def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResu
         ConfigError, TaskError: the configuration or the data are wrong; nothing has been written then.
         SluiceError: the run broke; its folder keeps what was recorded until then, with status "failed".
     """
+    check_config(config)
     stop = threading.Event()
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(stop))
@@ -212,10 +213,14 @@ class _Run:
                 )
                 self._validate(0)
                 if not self.stop.is_set():
-                    trainer.train()
-                    self.display.phase("saving")
-                    trainer.save_policy(self.folder.model)
-                self._validate(self.steps)
+                    try:
+                        trainer.train()
+                    finally:
+                        if self.steps:  # also when a later batch could not be filled: what was learnt is kept
+                            self.display.phase("saving")
+                            trainer.save_policy(self.folder.model)
+                if self.steps:
+                    self._validate(self.steps)
             finally:
                 self._close(time.monotonic() - started)
 
