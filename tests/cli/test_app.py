@@ -163,6 +163,7 @@ class FakeDryRun:
     prompt: str = "1+1="
     responses: tuple[str, ...] = ("2", "3")
     rewards: tuple[float | None, ...] = (1.0, 0.0)
+    failures: tuple[str, ...] = ()
     verdict: Any = field(default_factory=lambda: sluice.Verdict.kept("std_filter"))
     seconds: Any = field(default_factory=lambda: {"generate": 0.1, "score": 0.2})
 

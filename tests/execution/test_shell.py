@@ -105,6 +105,17 @@ def accounted(shell: LocalShell) -> bool:
     return shell.scheduler.ledger.total_tokens == shell.engine.sampled_tokens("train")
 
 
+def everything_left(shell: LocalShell) -> None:
+    ledger = shell.scheduler.ledger
+    assert accounted(shell)
+    assert ledger.tokens["open"] == 0
+    assert shell.scheduler.open_groups == 0
+    assert shell.scheduler.running_attempts == 0
+    records = shell.journal.records  # type: ignore[attr-defined]
+    assert len(records) == ledger.groups_launched
+    assert sum(record.sampled_tokens for record in records) + ledger.tokens["late"] == ledger.total_tokens
+
+
 def test_a_batch_arrives_whole_with_the_metrics_of_its_filling() -> None:
     async def main() -> None:
         shell = make_shell()
@@ -233,7 +244,57 @@ def test_a_bound_that_is_reached_raises_where_the_batch_is_awaited_and_at_every_
         with pytest.raises(ResampleError, match="kept 0 of 4"):
             await shell.next_batch(2)
         await shell.close()
-        assert accounted(shell)
+        everything_left(shell)
+
+    run(main())
+
+
+def test_groups_kept_by_a_fill_that_failed_leave_with_a_record() -> None:
+    async def main() -> None:
+        shell = make_shell(scorer=FunctionScorer(lambda call: reward(float(call < 4 and call % 2))), max_resample_rounds=2)
+        with pytest.raises(ResampleError, match="kept 1 of 3"):
+            await shell.next_batch(2)
+        await shell.close()
+        everything_left(shell)
+        assert {record.outcome for record in shell.journal.records} == {"dropped", "discarded"}  # type: ignore[attr-defined]
+
+    run(main())
+
+
+class RaisingFilter:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def judge(self, given: object) -> object:
+        raise self.error
+
+
+@pytest.mark.parametrize("which", ["query", "response"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("no"), SystemExit(3), KeyboardInterrupt()])
+def test_a_filter_that_breaks_in_any_way_ends_the_run_and_every_token_is_accounted_for(which: str, error: BaseException) -> None:
+    async def main() -> None:
+        engine = NullEngine(timed_answers(1), cancel_latency_s=0.1)
+        shell = make_shell(engine=engine)
+        object.__setattr__(shell.scheduler.filters["math"], which, RaisingFilter(error))
+        with pytest.raises((FilterError, type(error))):
+            await shell.next_batch(3)
+        await shell.close()
+        everything_left(shell)
+
+    run(main())
+
+
+def test_the_first_failure_of_each_kind_is_told_in_words_and_the_rest_are_counted() -> None:
+    async def main() -> None:
+        failure = Failure(cause="infrastructure", reason="reward_error", detail="ValueError: no digits (verifier.py:12)")
+        shell = make_shell(scorer=FunctionScorer(lambda call: Score(reward=None, failure=failure)), max_resample_rounds=2)
+        with pytest.raises(ResampleError, match=r"reward_error \d+; first reward_error in domain 'math': ValueError: no digits"):
+            await shell.next_batch(1)
+        await shell.close()
+        warnings = [message for _, message in shell.journal.events]  # type: ignore[attr-defined]
+        assert len(warnings) == 1
+        assert "ValueError: no digits (verifier.py:12)" in warnings[0]
+        everything_left(shell)
 
     run(main())
 
@@ -286,8 +347,9 @@ def test_a_filter_that_raises_ends_the_run_with_the_story_of_the_group() -> None
     async def main() -> None:
         shell = make_shell(query=FilterConfig(type="std_filter", metric="accuracy"))
         with pytest.raises(FilterError, match=r"accuracy[\s\S]*group 0, task 't0'"):
-            await shell.next_batch(1)
+            await shell.next_batch(3)
         await shell.close()
+        everything_left(shell)
 
     run(main())
 

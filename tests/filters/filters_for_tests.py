@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from sluice.types import Group, Rollout, Verdict
@@ -58,6 +60,33 @@ def verdict(group):
 
 def raises(group):
     raise KeyError("oops")
+
+
+def exits(group):
+    sys.exit(3)
+
+
+def interrupts(group):
+    raise KeyboardInterrupt
+
+
+class Unreadable:
+    shape = ()
+
+    def item(self):
+        sys.exit(4)
+
+
+def unreadable(group):
+    return Unreadable()
+
+
+class ExitsWhenBuilt:
+    def __init__(self) -> None:
+        sys.exit(5)
+
+    def judge(self, group):
+        return True
 
 
 def takes_nothing():

@@ -69,6 +69,12 @@ def test_an_exception_in_user_code_names_the_filter_and_the_group():
     assert isinstance(error.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize(("name", "what"), [("exits", "SystemExit"), ("interrupts", "KeyboardInterrupt"), ("unreadable", "SystemExit")])
+def test_user_code_that_exits_or_interrupts_is_an_error_of_the_filter_like_any_other(name, what):
+    with pytest.raises(FilterError, match=rf"{WHERE}: {HERE}.{name} .*{what}"):
+        custom(name).judge(make_group([1.0, 0.0]))
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -81,6 +87,8 @@ def test_an_exception_in_user_code_names_the_filter_and_the_group():
         (f"{HERE}.SpeaksBoth", r"without .filter .True drops."),
         (f"{HERE}.SpeaksNeither", "got the class .* without it"),
         (f"{HERE}.BreaksWhenBuilt", "raised RuntimeError: no licence"),
+        (f"{HERE}.ExitsWhenBuilt", "raised SystemExit: 5"),
+        ("tests.filters.exits_on_import.f", "importing 'tests.filters.exits_on_import' raised SystemExit"),
         (".judge", "importing '' raised ValueError"),
     ],
 )

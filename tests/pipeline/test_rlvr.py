@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from sluice.config import RlvrConfig, load_config
-from sluice.errors import ResampleError
+from sluice.errors import ResampleError, SluiceError
 from sluice.execution import ValidationResult
 from sluice.pipeline.rlvr import RunResult, dry_run, train
 from sluice.records import open_for_reading, over_all, read_metrics, read_summary
@@ -53,8 +53,8 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield save_tiny_model(tmp_path_factory.mktemp("model"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def prompts(number: int) -> list[str]:
@@ -198,10 +198,24 @@ def test_a_dry_run_shows_one_group_and_its_verdict(tmp_path: Path, model: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-def start_process(file: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sluice.cli", "train", str(file), "--plain"]
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+Start = Callable[[Path], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Runs a recipe in a process of its own; what is left of it at the end is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(file: Path) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "sluice.cli", "train", str(file), "--plain"]
+        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def wait_for_steps(root: Path, process: subprocess.Popen[bytes], steps: int) -> Path:
@@ -211,16 +225,18 @@ def wait_for_steps(root: Path, process: subprocess.Popen[bytes], steps: int) -> 
             try:
                 if read_summary(run_db).steps >= steps:
                     return run_db
-            except (sqlite3.Error, OSError):
+            except (sqlite3.Error, SluiceError):  # it is just being made
                 continue
         time.sleep(0.05)
     pytest.fail(f"the run did not reach step {steps}: exit code {process.poll()}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
-def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(tmp_path: Path, model: Path, number: int, code: int) -> None:
+def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(
+    tmp_path: Path, model: Path, start: Start, number: int, code: int
+) -> None:
     file = write_recipe(tmp_path, model, trainer__max_steps=100_000, trainer__learning_rate=1e-6)
-    process = start_process(file)
+    process = start(file)
     run_db = wait_for_steps(tmp_path / "runs", process, 1)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
@@ -232,8 +248,8 @@ def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(tmp_path
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
-def test_a_second_interrupt_ends_the_process_at_once_and_no_worker_stays(tmp_path: Path, model: Path) -> None:
-    process = start_process(write_recipe(tmp_path, model, trainer__max_steps=100_000, trainer__learning_rate=1e-6))
+def test_a_second_interrupt_ends_the_process_at_once_and_no_worker_stays(tmp_path: Path, model: Path, start: Start) -> None:
+    process = start(write_recipe(tmp_path, model, trainer__max_steps=100_000, trainer__learning_rate=1e-6))
     wait_for_steps(tmp_path / "runs", process, 1)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.config.models import LARGEST_REWARD
 from sluice.rewards import Score, make_score
 from sluice.rewards.score import DETAIL_CHARS, ScoreCounts, describe, failed, run_verifier
 from tests.rewards import verifiers_for_tests as verifiers
@@ -34,7 +35,7 @@ def test_any_answer_is_a_finite_reward_or_a_failure_and_never_an_exception(answe
     assert all(type(key) is str and math.isfinite(value) for key, value in score.metrics.items())
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
+@given(st.floats(-LARGEST_REWARD, LARGEST_REWARD))
 def test_a_finite_number_is_the_reward_whatever_its_type(number: float):
     for answer in (number, np.float64(number), np.array(number), Fraction(number), Decimal(number)):
         assert make_score(answer).reward == number
@@ -78,6 +79,10 @@ def test_a_tensor_without_dimensions_is_a_number_and_one_with_a_dimension_is_not
         (np.float32("-inf"), "reward_not_finite"),
         (np.array(math.nan), "reward_not_finite"),
         (10**400, "reward_not_finite"),
+        (1e39, "reward_not_finite"),
+        (-3.5e38, "reward_not_finite"),
+        (np.float64(1e300), "reward_not_finite"),
+        (10**40, "reward_not_finite"),
         (Decimal("sNaN"), "reward_not_finite"),
         ("1.0", "reward_type"),
         (b"1", "reward_type"),
@@ -106,6 +111,14 @@ def test_the_detail_names_the_type_the_shape_and_the_value():
     score = make_score("high")
     assert score.failure is not None
     assert "str 'high'" in score.failure.detail
+
+
+def test_a_reward_that_training_in_float32_cannot_hold_says_so():
+    assert make_score(LARGEST_REWARD).reward == float(np.float32(np.finfo(np.float32).max))
+    score = make_score({"acc": 1e200, "big": 1e200}, reward_key="acc")
+    assert score.failure is not None
+    assert "1e+200, training is done in float32, which ends at 3.4028235e+38" in score.failure.detail
+    assert score.metrics == {"big": 1e200}
 
 
 # ---------------------------------------------------------------- mappings
@@ -171,6 +184,22 @@ def test_an_exception_becomes_a_failure_with_type_message_and_place():
 
 def test_a_verifier_that_exits_ends_its_call_and_not_the_run():
     assert reason(run_verifier(verifiers.exiting, task(), "", None)) == "reward_error"
+
+
+def test_a_verifier_that_raises_keyboard_interrupt_is_counted_like_any_error():
+    score = run_verifier(verifiers.interrupting, task(), "", None)
+    assert reason(score) == "reward_error"
+    assert score.failure is not None
+    assert "KeyboardInterrupt" in score.failure.detail
+
+
+def test_an_answer_that_exits_when_it_is_read_is_a_counted_failure():
+    class Exits:
+        @property
+        def shape(self) -> tuple[int, ...]:
+            raise SystemExit(1)
+
+    assert reason(make_score(Exits())) == "reward_type"
 
 
 def test_details_are_bounded_and_hostile_exceptions_and_answers_do_no_harm():

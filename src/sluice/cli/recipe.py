@@ -119,6 +119,7 @@ def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
     for response, reward in zip(group.responses, group.rewards, strict=True):
         lines.append(f"{'no reward' if reward is None else f'{reward:<9.4g}'} {_short(response)}")
     lines.append(", ".join(f"{part} {seconds:.2f} s" for part, seconds in group.seconds.items()))
+    lines += group.failures
     text = "\n".join(lines)
     if all(reward is None for reward in group.rewards):
         yield problem("dry run", text, "no response has a reward: see the verifier")

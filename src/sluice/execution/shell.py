@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Final, Protocol
 
-from sluice.errors import GenerationError, ResampleError, SluiceError
+from sluice.errors import ResampleError, SluiceError
 from sluice.execution.member import single_turn_rollout
 from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Scorer
@@ -94,7 +94,9 @@ class LocalShell:
         self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
         self._cancelled_scores: set[asyncio.Task[None]] = set()  # have not ended yet
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
+        self._untold: dict[int, int] = {}  # attempt_id -> tokens of rollouts on which the machine or a filter broke
         self._error: BaseException | None = None
+        self._is_shut_down = False
         self._warned: set[str] = set()
         self._closed = False
         self.machine_seconds = 0.0  # spent in the machine, its filters and its ledger
@@ -125,10 +127,7 @@ class LocalShell:
             self._closed = True
             if self._batch is not None and not self._batch.done():
                 self._batch.cancel()
-            if self._error is None:
-                self._tell(ev.Shutdown())
-            for member in list(self._members.values()):  # only after an error: the machine can no longer say so
-                self._stop(member)
+            self._shut_down()
         pending = [member.handle.future for member in self._let_go] + list(self._cancelled_scores)
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
@@ -148,8 +147,18 @@ class LocalShell:
                     self._record(instruction)  # type: ignore[arg-type]
                 else:
                     todo.extendleft(reversed(self._carry_out(instruction)))
-        except Exception as error:  # noqa: BLE001 - whatever broke is raised where the batch is awaited
+        except BaseException as error:  # noqa: BLE001 - whatever broke, also in user code, is raised where the batch is awaited
+            if isinstance(event, ev.MemberFinished):
+                self._untold[event.rollout.attempt_id] = event.rollout.sampled_tokens
             self._fail(error)
+
+    def _shut_down(self) -> None:
+        """Cancel and account for everything, once. Also after an error: then nothing is generated any more that nobody will train on."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._tell(ev.Shutdown())
+            for member in list(self._members.values()):  # none, unless the machine itself is broken
+                self._stop(member)
 
     def _handle(self, event: ev.Event) -> list[ev.Instruction]:
         started = perf_counter()
@@ -203,6 +212,7 @@ class LocalShell:
         if self._error is not None:
             return
         self._error = error
+        self._shut_down()
         if self._batch is not None and not self._batch.done():
             self._batch.set_exception(error)
 
@@ -230,15 +240,10 @@ class LocalShell:
             if sampled > member.counted_tokens:
                 self._tell(ev.LateTokens(attempt_id=member.launch.attempt_id, sampled_tokens=sampled - member.counted_tokens))
             return
-        if self._error is not None:
-            return
         if error is not None or future.cancelled():
             del self._members[member.launch.attempt_id]
             detail = "the engine cancelled it" if error is None else f"{type(error).__name__}: {error}"
             failure = Failure(cause="infrastructure", reason="engine_error", detail=detail)
-            if error is not None and not isinstance(error, GenerationError):
-                self._fail(error)
-                return
             self._tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
             return
         member.score_task = self._loop.create_task(self._score(member, future.result()), name=f"score {member.launch.attempt_id}")
@@ -248,8 +253,9 @@ class LocalShell:
         try:
             text = self._decode(generation.token_ids)
             score = await self.scorer.score(launch.task, text)
-        except Exception as error:  # noqa: BLE001 - a bug of the scorer, since single failures are data: raised where the batch is awaited
-            del self._members[launch.attempt_id]
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a bug of the scorer, since single failures are data: raised where the batch is awaited
             self._fail(error)
             return
         del self._members[launch.attempt_id]
@@ -267,9 +273,7 @@ class LocalShell:
 
     def _cancel(self, attempt_id: int) -> list[ev.Instruction]:
         member = self._members.get(attempt_id)
-        if member is None:
-            return []  # it has just finished: the machine is told so by its MemberFinished
-        tokens = self._stop(member)
+        tokens = self._untold.pop(attempt_id, 0) if member is None else self._stop(member)
         return self._handle(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=tokens))
 
     def _stop(self, member: _Member) -> int:

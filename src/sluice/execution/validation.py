@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from sluice.generation.base import Engine, Generation, GenerationRequest
 from sluice.rewards.base import Scorer
 from sluice.scheduler.groups import mix
-from sluice.types import Task, TokenIds
+from sluice.types import Failure, Task, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +26,15 @@ class ValidationResult:
     unscored: Mapping[str, int]  # reason -> results without a reward
     truncated: int  # responses cut by the token limit; they are scored like any other
     sampled_tokens: int
+    details: Mapping[str, str] = field(default_factory=dict)  # reason -> the first failure of it, in words
 
     @property
     def mean(self) -> float | None:
         """Mean raw reward over the scored results (accuracy when rewards are 0 or 1); None: nothing was scored."""
         return self.reward_sum / self.scored if self.scored else None
+
+
+_Row: TypeAlias = tuple[float | None, Failure | None, Generation]  # reward, why there is none, what was generated
 
 
 async def validate(
@@ -47,7 +52,7 @@ async def validate(
     """Generate and score every task `repeats` times; results by domain. temperature 0 is greedy."""
     done = 0
 
-    async def one(request_id: int, task: Task, repeat: int) -> tuple[str, float | None, str, Generation]:
+    async def one(request_id: int, task: Task, repeat: int) -> tuple[str, _Row]:
         nonlocal done
         handle = engine.submit(
             GenerationRequest(
@@ -68,7 +73,7 @@ async def validate(
         done += 1
         if on_result is not None:
             on_result(done, len(tasks) * repeats)
-        return task.domain, score.reward, "" if score.failure is None else score.failure.reason, generation
+        return task.domain, (score.reward, score.failure, generation)
 
     async with asyncio.TaskGroup() as group:
         running = [
@@ -76,18 +81,21 @@ async def validate(
             for repeat in range(repeats)
             for index, task in enumerate(tasks)
         ]
-    results: dict[str, list[tuple[float | None, str, Generation]]] = {}
+    results: dict[str, list[_Row]] = {}
     for task in running:
-        domain, reward, reason, generation = task.result()
-        results.setdefault(domain, []).append((reward, reason, generation))
+        domain, row = task.result()
+        results.setdefault(domain, []).append(row)
     return {domain: _summarise(rows) for domain, rows in sorted(results.items())}
 
 
-def _summarise(rows: Sequence[tuple[float | None, str, Generation]]) -> ValidationResult:
+def _summarise(rows: Sequence[_Row]) -> ValidationResult:
     unscored: dict[str, int] = {}
-    for reward, reason, _ in rows:
+    details: dict[str, str] = {}
+    for reward, failure, _ in rows:
         if reward is None:
+            reason = "reward_missing" if failure is None else failure.reason
             unscored[reason] = unscored.get(reason, 0) + 1
+            details.setdefault(reason, "" if failure is None else failure.detail)
     return ValidationResult(
         items=len(rows),
         scored=len(rows) - sum(unscored.values()),
@@ -95,4 +103,5 @@ def _summarise(rows: Sequence[tuple[float | None, str, Generation]]) -> Validati
         unscored=unscored,
         truncated=sum(generation.finish_reason == "length" for _, _, generation in rows),
         sampled_tokens=sum(len(generation.token_ids) for _, _, generation in rows),
+        details=details,
     )

@@ -51,13 +51,22 @@ class Custom(Filter[T]):
                 return Verdict.dropped(stats.fault, "invalid", self.path, {"n": stats.n, "size": stats.size})
         try:
             answer = self.function(item)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: user code that exits ends its own call, not the loop
             raise FilterError(
                 f"{self.context.where}: {self.path} raised {type(error).__name__} on {_told(item)}: {error} - correct the filter"
             ) from error
         if isinstance(answer, Verdict):
             return answer if answer.source else replace(answer, source=self.path)
-        if _truth(answer, self.path, self.context.where):
+        try:
+            is_kept = _truth(answer, self.path, self.context.where)
+        except FilterError:
+            raise
+        except BaseException as error:
+            raise FilterError(
+                f"{self.context.where}: {self.path} must answer True (keep), False (drop) or a Verdict, got {type(answer).__name__}, which "
+                f"raised {type(error).__name__} when it was read: {error} - return a bool"
+            ) from error
+        if is_kept:
             return Verdict.kept(self.path)
         return Verdict.dropped(self.label, self.category, self.path)
 
@@ -86,7 +95,7 @@ def _find(path: str, where: str) -> Any:
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{where}.type must be a built-in filter or an import path package.module.name, got {path!r}, and importing {module_name!r} "
             f"raised {type(error).__name__}: {error} - check the path, and that the package is installed or on PYTHONPATH"
@@ -110,7 +119,7 @@ def _judge_of(cls: type, path: str, filter_args: Mapping[str, Any], context: Fil
     _check_call(cls, (), filter_args, f"{path} is built with", context)
     try:
         instance = cls(**filter_args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{context.where}: building {path} raised {type(error).__name__}: {error} - correct its filter_args or the class"
         ) from error

@@ -1,5 +1,9 @@
 """From whatever holds the rewards of a group to the few numbers that filters decide on.
 
+Whether a group has spread is decided by comparing the rewards exactly, by value, as they came and before any rounding: 1/3 as a Fraction
+differs from 1/3 as a float, 1 as a bool equals 1.0. `sluice.advantage` has the same rule, so that `std_filter` drops exactly the groups of
+which `no_signal` says that they teach nothing.
+
 Each member has one vote. A reward is missing when it is None, NaN or infinite; a missing reward is never counted as 0. Text, mappings
 without a metric and rows of step rewards are the caller's mistake: `FilterError`.
 """
@@ -9,6 +13,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from itertools import compress
 from numbers import Real
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -28,7 +34,7 @@ TRUNCATED: Final = "truncated"
 
 PLAIN_NUMBERS: Final = frozenset({float, int, bool})
 NEGLIGIBLE: Final = 1e-6  # a spread below this share of the mean is computed with care: ten digits of a float64 are left for it
-HALF_RANGE: Final = sys.float_info.max / 2  # the difference of two numbers below this is finite
+LARGEST: Final = Fraction(sys.float_info.max)
 
 
 class RewardStats(NamedTuple):
@@ -55,6 +61,8 @@ def read_group(group: Group, context: FilterContext) -> RewardStats:
     size = len(values)
     if False in group.counted:
         values = list(compress(values, group.counted))
+    elif not PLAIN_NUMBERS.issuperset(map(type, values)):
+        values = [_number(value, index, context.where) for index, value in enumerate(values)]
     if not values:
         is_scored = any(rollout.reward is not None for rollout in group.rollouts)
         return RewardStats(size, 0, math.nan, math.nan, TRUNCATED if is_scored else INCOMPLETE)
@@ -96,7 +104,7 @@ def sum_steps(step_rewards: Iterable[Iterable[Any]]) -> list[float | None]:
 
 
 def _stats(values: list[Any], size: int, context: FilterContext) -> RewardStats:
-    """Mean and spread of numbers. Equality is tested on the values as they came, before anything is made a float."""
+    """Mean and spread of numbers of Python's own. Equality is tested on the values as they came, before anything is made a float."""
     n = len(values)
     try:
         total = math.fsum(values)  # correctly rounded: the order of the members never matters
@@ -129,23 +137,23 @@ def _stats_of_present(values: list[Any], size: int, context: FilterContext) -> R
 
 def _careful_std(values: list[Any]) -> float:
     """Spread of rewards that differ by so little (against the digits of a float) or so much (against its range) that the formula fails."""
-    low, high, n = min(values), max(values), len(values)
-    if not (abs(low) < HALF_RANGE and abs(high) < HALF_RANGE):
-        return min(4.0 * _careful_std([float(value) / 4 for value in values]), sys.float_info.max)
-    span = float(high - low)  # exact for integers of any size, and for floats close to each other
-    units = [float(value - low) / span for value in values]  # 0 to 1
-    return max(span * (math.dist(units, [math.fsum(units) / n] * n) / math.sqrt(n - 1)), math.ulp(0.0))
+    exact, n = [Fraction(value) for value in values], len(values)
+    low = min(exact)
+    span = max(exact) - low
+    units = [float((value - low) / span) for value in exact]  # 0 to 1
+    std = span * Fraction(math.dist(units, [math.fsum(units) / n] * n) / math.sqrt(n - 1))
+    return max(float(min(std, LARGEST)), math.ulp(0.0))
 
 
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of a float
+    except (OverflowError, ValueError):  # an integer beyond the range of a float; a signalling NaN
         return False
 
 
 def _number(value: Any, index: int, where: str) -> Any:
-    """One reward as a number of unchanged value, or None when it is missing."""
+    """One reward as a plain number or a fraction of unchanged value, or None when it is missing."""
     if value is None:
         return None
     if type(value) not in PLAIN_NUMBERS:
@@ -154,9 +162,13 @@ def _number(value: Any, index: int, where: str) -> Any:
             value = value if type(item) is type(value) else item  # long doubles have no plain counterpart and stay what they are
         if value is None:
             return None
-        if not isinstance(value, Real):
+        if not isinstance(value, Real | Decimal):
             raise FilterError(f"{where}: {_not_a_number(value, f'member {index}', where)}")
-    return value if _is_finite(value) else None
+    if not _is_finite(value):
+        return None
+    if isinstance(value, int | float):
+        return value
+    return Fraction(*value.as_integer_ratio()) if hasattr(value, "as_integer_ratio") else float(value)
 
 
 def _not_a_number(value: Any, who: str, where: str) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
+
+from sluice.errors import SluiceError
 
 T = TypeVar("T")
 
@@ -35,7 +38,8 @@ class LoopThread:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # the loop broke and is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_S)
 
     def _run_loop(self) -> None:
@@ -62,11 +66,18 @@ class LoopThread:
                 if self._stop.is_set():
                     future.cancel()
                     raise Stopped from None
+                if not self._thread.is_alive():
+                    raise SluiceError("the loop that samples and scores has ended under the run - see the traceback above") from None
             except concurrent.futures.CancelledError:
                 raise Stopped from None
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The result of a coroutine, also while the run is being stopped. Raises TimeoutError after `timeout_s`."""
+        """The result of a coroutine, also while the run is being stopped. Raises TimeoutError after `timeout_s`, and SluiceError
+        when the loop no longer runs.
+        """
+        if not self._thread.is_alive():
+            work.close()
+            raise SluiceError("the loop that samples and scores has ended under the run - see the traceback above")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=timeout_s)
 
     def do(self, action: Callable[[], T], timeout_s: float = 60.0) -> T:

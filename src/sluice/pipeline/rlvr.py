@@ -76,6 +76,7 @@ class DryRun:
     prompt: str
     responses: tuple[str, ...]
     rewards: tuple[float | None, ...]
+    failures: tuple[str, ...]  # why responses have no reward, each kind once
     verdict: Verdict
     seconds: Mapping[str, float]  # by part
 
@@ -297,6 +298,10 @@ class _Run:
             )
         except Stopped:
             return
+        for domain, result in results.items():
+            for reason, count in result.unscored.items():
+                detail = result.details.get(reason, "")
+                self._warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
         self.journal.validation(step, results)
         self.display.validation(step, results)
         self.sinks.write(step, {f"validation/{domain}/reward_mean": result.mean for domain, result in results.items()})
@@ -353,6 +358,7 @@ def dry_run(config: RlvrConfig) -> DryRun:
         prompt=task.prompt,
         responses=tuple(rollout.turns[0].text for rollout in rollouts),
         rewards=tuple(rollout.reward for rollout in rollouts),
+        failures=tuple({f.reason: f"{f.reason}: {f.detail}" for rollout in rollouts if (f := rollout.failure) is not None}.values()),
         verdict=verdict,
         seconds=seconds,
     )

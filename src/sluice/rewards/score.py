@@ -11,6 +11,7 @@ from decimal import Decimal
 from time import perf_counter
 from typing import Any, Final, cast
 
+from sluice.config.models import LARGEST_REWARD
 from sluice.rewards.base import Score, Verifier
 from sluice.types import EMPTY, Failure, FailureCause, Task
 
@@ -29,27 +30,28 @@ def make_score(answer: object, *, reward_key: str | None = None, seconds: float 
     `reward_key` is the reward and the other finite numbers are metrics. A number is taken as it is when a `reward_key` is set, so that a
     verifier may answer 0.0 where it has nothing to take apart.
 
-    Reasons of failure: `reward_missing` (None), `reward_not_finite` (NaN, infinite, or too large for a float), `reward_key_missing`,
+    Reasons of failure: `reward_missing` (None), `reward_not_finite` (NaN, infinite, or beyond `LARGEST_REWARD`), `reward_key_missing`,
     `reward_type` (anything else: text, lists, arrays with dimensions, complex numbers).
     """
     try:
         if isinstance(answer, Mapping):
             return _of_mapping(answer, reward_key, seconds)
-        value = _number(answer)
+        value = _reward(answer)
         if isinstance(value, Failure):
             return Score(reward=None, failure=value, seconds=seconds)
         return Score(reward=value, seconds=seconds)
-    except Exception as err:  # noqa: BLE001 - the answer is an object of foreign code: looking at it may run anything
+    except BaseException as err:  # noqa: BLE001 - the answer is an object of foreign code: looking at it may run anything
         return failed("reward_type", f"the verifier answered something that cannot be read: {describe(err)}", seconds=seconds)
 
 
 def run_verifier(verifier: Verifier, task: Task, response: str, reward_key: str | None) -> Score:
-    """Call a verifier and make its answer a score. Raises nothing but `KeyboardInterrupt`."""
+    """Call a verifier and make its answer a score. Never raises.
+
+    A `SystemExit` or `KeyboardInterrupt` is the verifier's own as well: signals are delivered to the main thread, which scores nothing.
+    """
     started = perf_counter()
     try:
         answer: object = verifier(task, response)
-    except KeyboardInterrupt:
-        raise
     except BaseException as err:  # noqa: BLE001 - also SystemExit: a verifier that calls sys.exit() ends its call, not the run
         return failed("reward_error", describe(err), seconds=perf_counter() - started)
     return make_score(answer, reward_key=reward_key, seconds=perf_counter() - started)
@@ -123,11 +125,20 @@ def _of_mapping(answer: Mapping[object, object], reward_key: str | None, seconds
     for key, entry in answer.items():
         if key != reward_key and not isinstance(number := _number(entry), Failure):
             metrics[str(key)] = number
-    value = _number(answer[reward_key])
+    value = _reward(answer[reward_key])
     if isinstance(value, Failure):
         failure = Failure(cause=value.cause, reason=value.reason, detail=_cut(f"field {reward_key!r}: {value.detail}"))
         return Score(reward=None, metrics=metrics or EMPTY, failure=failure, seconds=seconds)
     return Score(reward=value, metrics=metrics or EMPTY, seconds=seconds)
+
+
+def _reward(value: object) -> float | Failure:
+    """A number that can be trained on, or why it is none."""
+    number = _number(value)
+    if isinstance(number, float) and abs(number) > LARGEST_REWARD:
+        detail = f"the verifier answered {number}, training is done in float32, which ends at {LARGEST_REWARD:.8g} - scale the rewards down"
+        return _failure("reward_not_finite", detail)
+    return number
 
 
 def _number(value: object) -> float | Failure:

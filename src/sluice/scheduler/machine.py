@@ -111,6 +111,7 @@ class Scheduler:
         self._stray_draws = 0  # draws that were under way when their batch was delivered
         self._stopped = False
         self._empty_in_a_row = 0
+        self._first_details: dict[tuple[str, str], str] = {}  # (domain, reason of failure) -> the first one, in words
         self._judged = 0  # groups judged since the start
         self._kept = 0
         self._handlers: dict[type, Callable[[Any, float, list[ev.Instruction]], None]] = {
@@ -330,12 +331,27 @@ class Scheduler:
             bound = f"resampling.max_groups_per_batch ({limit}) is reached"
         else:
             bound = f"resampling.max_resample_rounds ({self.config.max_resample_rounds}) is reached"
+        rate = kept / filling.judged if filling.judged else 0.0
         return (
             f"step {self.step}: expected a batch of {filling.wanted} groups, kept {kept} of {filling.judged} judged "
-            f"(acceptance rate {kept / filling.judged if filling.judged else 0.0:.1%}), and {bound}. {self._why(filling)} - "
-            "loosen the filter that drops most, choose easier or harder prompts, raise the bound, "
-            "or set resampling.on_exhausted to 'shrink' or 'keep_low_information'"
+            f"(acceptance rate {rate:.1%}), and {bound}. {self._why(filling)} - {self._advice(filling, policy)}"
         )
+
+    def _advice(self, filling: _Filling, policy: str) -> str:
+        """What to change, by what dropped the groups."""
+        advice = []
+        reasons = {reason for _, reason in filling.reasons}
+        if "low_information" in {category for category, _ in filling.reasons}:
+            advice.append("loosen the filter that drops most, or choose easier or harder prompts")
+        if "truncated" in reasons or "truncated" in filling.members:
+            advice.append("raise response_length, or set resampling.truncated to 'keep'")
+        if any(reason in filling.members for _, reason in self._first_details):
+            advice.append("put the verifier or the engine right")
+        elif filling.members and filling.members.keys() != {"truncated"}:
+            advice.append("loosen the response filter, or raise resampling.max_response_rounds")
+        if policy == "raise":
+            advice.append("raise the bound, or set resampling.on_exhausted to 'shrink' or 'keep_low_information'")
+        return "; ".join(advice) or "look at the data and the filters"
 
     def _why(self, filling: _Filling) -> str:
         groups = sorted(filling.reasons.items(), key=lambda item: -item[1])[:TOP_REASONS]
@@ -343,7 +359,18 @@ class Scheduler:
         members = sorted(filling.members.items(), key=lambda item: -item[1])[:TOP_REASONS]
         if members:
             text += "; responses rejected: " + ", ".join(f"{reason} {count}" for reason, count in members)
+        for (domain, reason), detail in self._first_details.items():
+            if reason in filling.members and detail:
+                text += f"; first {reason} in domain {domain!r}: {detail}"
         return text
+
+    def _note(self, group: OpenGroup, failure: Failure, out: list[ev.Instruction]) -> None:
+        """Tell the user the first failure of each kind in words; the others are counted."""
+        key = (group.task.domain, failure.reason)
+        if key not in self._first_details:
+            self._first_details[key] = failure.detail
+            message = f"domain {group.task.domain!r}: {failure.reason} for a response to task {group.task.task_id!r}: {failure.detail}"
+            out.append(ev.Warn(key="/".join(key), message=f"{message} (told once, counted from here on)"))
 
     # ------------------------------------------------------------ members
 
@@ -394,6 +421,8 @@ class Scheduler:
             )
         tokens = rollout.sampled_tokens
         is_cancelled = group.outcome is not None
+        if rollout.failure is not None and not is_cancelled:
+            self._note(group, rollout.failure, out)
         verdict = None if is_cancelled else self._judge_member(group, rollout)
         del self._running[attempt_id]
         group.slots[index] = -1
@@ -447,6 +476,7 @@ class Scheduler:
             self._record_if_settled(group, now, out)
             return
         failure: Failure = event.failure
+        self._note(group, failure, out)
         self.ledger.attempt_ended("failed", event.sampled_tokens, failure.reason)
         group.story.append((now, f"failed ({failure.reason})", index))
         self._replace(group, index, failure.reason, now, out)
