@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sluice.advantage import fold_rows, group_relative, leave_one_out, no_signal, normalise_by_function, to_tokens
@@ -146,12 +147,62 @@ def test_two_of_four_right_gives_plus_and_minus():
         [0.0, 0.0, 5e-324],
         [0, 0, 10**300],
         [1.0, 1.0, Fraction(3, 2)],
+        [Fraction(1, 3) - Fraction(1, 10**400), Fraction(1, 3) - Fraction(1, 10**400), Fraction(1, 3)],
+        [10**300, 10**300, 10**300 + 1],
+        [float(2**53), 2**53, 2**53 + 1],
+        [Decimal("0.1"), Decimal("0.1"), 0.1],
+        np.array([1, 1, 1 + np.finfo(np.longdouble).eps], dtype=np.longdouble),
+        np.array([-(2**63), -(2**63), 2**63 - 1], dtype=np.int64),
+        [-1.7e308, -1.7e308, 1.7e308],
+        np.array([-1e308, -1e308, 1e308]),
         [False, False, True],
     ],
 )
 def test_only_the_order_matters_for_two_values_whatever_their_size_and_type(rewards):
     np.testing.assert_allclose(group_relative(rewards, [0] * 3, eps=0), [-0.57735, -0.57735, 1.15470], atol=1e-5)
     assert no_signal(rewards, [0] * 3) == {0: False}
+
+
+def test_large_finite_rewards_have_finite_advantages_or_an_error_that_names_the_group():
+    rewards, ids = [1e308, -1e308, 1.0, 0.0], ["big", "big", "small", "small"]
+    np.testing.assert_allclose(group_relative(rewards, ids), [0.70710678, -0.70710678] * 2, rtol=1e-6)
+    np.testing.assert_allclose(group_relative([Fraction(r) for r in rewards], ids), [0.70710678, -0.70710678] * 2, rtol=1e-6)
+    np.testing.assert_array_equal(group_relative(rewards, ids, scale="none"), [1e308, -1e308, 0.5, -0.5])
+    assert no_signal(rewards, ids) == {"big": False, "small": False}
+    with pytest.raises(ValueError, match=r"distance from the mean of their group fits into a float64.*index 0 .group 'big'."):
+        leave_one_out(rewards, ids)
+    with pytest.raises(ValueError, match=r"index 2 .group 7. - scale the rewards down"):
+        group_relative([-1.7e308, -1.7e308, 1.7e308, 1.0], [7, 7, 7, 0], scale="none")
+
+
+anything_finite = st.one_of(
+    finite,
+    st.integers(),
+    st.booleans(),
+    st.fractions(),
+    st.decimals(-1000, 1000, places=3),
+    finite.map(np.float64),
+    st.floats(width=32, allow_nan=False, allow_infinity=False).map(np.float32),
+    st.integers(-100, 100).map(np.int16),
+    st.floats(-10, 10).map(lambda x: np.longdouble(x) / 3),
+    st.sampled_from([Fraction(1, 3), 1 / 3, Decimal("0.1"), 0.1, np.float32(0.1), 10**300, 10**300 + 1, 2**53, 2**53 + 1, float(2**53)]),
+)
+
+
+@given(st.one_of(st.lists(anything_finite, min_size=2, max_size=6), st.builds(lambda x, n: [x] * n, anything_finite, st.integers(2, 6))))
+@example([Fraction(1, 3), 1 / 3])
+@example([10**300, 10**300 + 1])
+@example([1e308, -1e308])
+@example([Decimal("0.5"), Fraction(1, 2), 0.5, np.float32(0.5)])
+@example([np.float32(0.1), 0.1])
+@example([Fraction(1, 10**400), 0])
+def test_no_signal_and_the_spread_filter_agree_on_every_group(rewards):
+    from sluice.filters import build_query_filter
+
+    (is_silent,) = no_signal(rewards, [0] * len(rewards)).values()
+    assert build_query_filter({"type": "std_filter"}).judge(rewards).keep is not is_silent
+    is_zero = (group_relative(rewards, [0] * len(rewards), eps=0) == 0).all()
+    assert is_zero == is_silent
 
 
 def test_a_tiny_spread_is_damped_by_eps_and_never_blown_up():
@@ -180,7 +231,13 @@ def test_an_empty_batch_has_no_advantages():
         (([1.0, NAN, 0.0], ["a", "b", "b"], [True, True, True]), "finite reward at index 1 .group 'b'., got None or NaN"),
         (([None, 1.0], [0, 0], [1, 1]), "finite reward at index 0"),
         ((np.array([1.0, -INF]), np.array([0, 0])), "finite reward at index 1 .group 0., got -inf"),
-        (([1.7e308, -1.7e308], [0, 0]), "differences fit into a float64.*index 0"),
+        (([10**400, 0], [0, 0]), "finite reward at index 0 .group 0., got inf or a number beyond a float64"),
+        (([0, 1, -(10**400)], [0, 0, "b"]), "finite reward at index 2 .group 'b'., got -inf"),
+        (([Fraction(10**400), 0], [0, 0]), "finite reward at index 0"),
+        (([Decimal("1e400"), Decimal("-Infinity")], [0, 0]), "finite reward at index 0"),
+        (({1.0, 0.0}, [0, 0]), "one reward per rollout, in a list or array, got .*set, which has no order"),
+        (([1.0, 0.0], {0, 1}), "one group id per rollout, in a list or array, got .*set"),
+        (([1.0, 0.0], [0, 0], frozenset([True])), "one mask entry per rollout, in a list or array, got .*frozenset"),
         (([1, 2], [0]), "one group id per reward, got 1 group ids for 2 rewards"),
         (([1, 2], [0, 0], [True]), "one mask entry per reward, got 1 for 2"),
         (([1, 2], [0, 0], [0.5, 1.0]), "a mask of true and false"),

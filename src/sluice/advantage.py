@@ -6,18 +6,22 @@ What holds for every function here:
 - One entry is one rollout, with one vote. Rollouts that were split into rows are folded first (`fold_rows`) and unfolded afterwards.
 - A member that is masked out, or has no reward (None or NaN), is outside every statistic and has advantage 0. An infinite reward, and a
   NaN that an explicit mask calls present, is a `ValueError` that names the entry.
-- A group without spread has advantage exactly 0; whether it has is decided by comparing the rewards as they came, before any rounding. The
-  same holds for a group of which one member is left.
-- An advantage is always finite.
+- A group without spread has advantage exactly 0; whether it has is decided by comparing the rewards exactly, by value, as they came and
+  before any rounding: 1/3 as a Fraction differs from 1/3 as a float, True equals 1.0. The same holds for a group of which one member is
+  left. `sluice.filters` has the same rule, so that `std_filter` drops exactly the groups of two or more that `no_signal` names.
+- An advantage is always finite. Where it is in units of the reward and too large for a float64, it is a `ValueError` that names the group.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +29,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.intp]
+
+_EXACT_INT: Final = 2**53  # integers up to this are the same as floats
+_HALF_RANGE: Final = sys.float_info.max / 2  # the difference of two numbers below this is finite
 
 
 def group_relative(
@@ -36,7 +43,8 @@ def group_relative(
     the rollout counts; None: all that have a reward. `ddof`: 1 for the sample deviation, 0 for that of the population. `eps` is in units of
     the reward; with a tiny spread it makes advantages smaller, never larger: no |advantage| exceeds (G - 1) / sqrt(G) with ddof = 1, or
     sqrt(G - 1) with ddof = 0. scale "std" is GRPO (arXiv 2402.03300), "none" only centres (Dr. GRPO, arXiv 2503.20783).
-    Raises ValueError for lengths that differ, entries that are no numbers, and settings out of range.
+    Raises ValueError for lengths that differ, entries that are no finite numbers, settings out of range, and with scale "none" for
+    advantages beyond a float64.
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale must be 'std' or 'none', got {scale!r}")
@@ -49,11 +57,10 @@ def group_relative(
     mean = groups.sum(groups.unit) / np.maximum(n, 1)
     centred: Floats = np.where(groups.present, groups.unit - mean[index], 0.0)
     if scale == "none":
-        centred *= span[index]
-        return centred
+        return groups.in_units_of_the_reward(centred)
     std = np.sqrt(groups.sum(centred * centred) / np.maximum(n - ddof, 1))
     with np.errstate(over="ignore"):  # a span so small that eps is everything: the quotient is 0, as it should be
-        divisor = std + np.divide(eps, span, out=np.zeros_like(span), where=span > 0)
+        divisor = std + np.divide(eps / groups.shrink, span, out=np.zeros_like(span), where=span > 0)
     advantages = np.zeros_like(centred)
     np.divide(centred, divisor[index], out=advantages, where=span[index] > 0)
     return advantages
@@ -69,8 +76,7 @@ def leave_one_out(rewards: Any, group_ids: Any, mask: Any = None) -> Floats:
     n, total = groups.n[groups.index], groups.sum(groups.unit)[groups.index]
     advantages = np.zeros_like(total)
     np.divide(n * groups.unit - total, n - 1, out=advantages, where=groups.present & (n > 1))
-    advantages *= groups.span[groups.index]
-    return advantages
+    return groups.in_units_of_the_reward(advantages)
 
 
 def no_signal(rewards: Any, group_ids: Any, mask: Any = None) -> dict[Hashable, bool]:
@@ -169,19 +175,32 @@ def to_tokens(advantage: float, masks: Sequence[Any]) -> list[Floats]:
 class _Groups:
     """Rewards sorted into groups, each measured in its own unit: 0 is the smallest reward of its group, 1 the largest.
 
-    So neither a large common offset nor a very small or large spread costs digits, and no square overflows.
+    So neither a large common offset nor a very small or large spread costs digits, and neither a difference nor a square overflows.
     """
 
     ids: tuple[Hashable, ...]  # [K] in order of first appearance
     index: Indices  # [N] into ids
     present: Bools  # [N] in the statistics
     unit: Floats  # [N] (reward - smallest of its group) / span; 0 where not present or without spread
-    span: Floats  # [K] largest minus smallest; 0 exactly when the present rewards are equal, or fewer than two
+    span: Floats  # [K] (largest minus smallest) / shrink; 0 exactly when the present rewards are equal, or fewer than two
+    shrink: Floats  # [K] 1, or 2 where a reward is so large that the difference might be beyond a float64
     n: Floats  # [K] number of present members, as float
 
     def sum(self, values: Floats) -> Floats:
         """Sum by group of values that are 0 where not present. [N] -> [K]"""
         return np.bincount(self.index, weights=values, minlength=len(self.ids)).astype(np.float64, copy=False)
+
+    def in_units_of_the_reward(self, values: Floats) -> Floats:
+        """Values in units of their group's spread, times that. Raises ValueError beyond a float64. [N] -> [N]"""
+        with np.errstate(over="ignore"):
+            scaled: Floats = values * self.span[self.index] * self.shrink[self.index]
+        bad = np.flatnonzero(~np.isfinite(scaled))
+        if len(bad):
+            raise ValueError(
+                f"expected rewards whose distance from the mean of their group fits into a float64, got a larger one at index {bad[0]} "
+                f"(group {self.ids[self.index[bad[0]]]!r}) - scale the rewards down, check the verifier"
+            )
+        return scaled
 
     @classmethod
     def read(cls, rewards: Any, group_ids: Any, mask: Any) -> _Groups:
@@ -191,80 +210,129 @@ class _Groups:
         if len(index) != len(values):
             raise ValueError(f"expected one group id per reward, got {len(index)} group ids for {len(values)} rewards")
         present = has_reward if mask is None else _read_mask(mask, len(values))
-        bad = np.flatnonzero(present & ~(has_reward & np.isfinite(values)))
+        bad = np.flatnonzero(present & ~(has_reward & _is_finite(values)))
         if len(bad):
-            came = repr(values[bad[0]].item()) if has_reward[bad[0]] else "None or NaN"
+            came = f"{values[bad[0]]} or a number beyond a float64" if has_reward[bad[0]] else "None or NaN"
             raise ValueError(
                 f"expected a finite reward at index {bad[0]} (group {ids[index[bad[0]]]!r}), got {came} - give None or NaN for a "
                 "reward that is missing, and mask it out when there is a mask"
             )
-        offset, span = _measure(values, present, index, len(ids))
-        scale = span[index]
+        unit, span, shrink = _measure(values, present, index, len(ids))
         return cls(
             ids=ids,
             index=index,
             present=present,
-            unit=np.divide(offset, scale, out=np.zeros(len(index)), where=scale > 0),
+            unit=unit,
             span=span,
+            shrink=shrink,
             n=np.bincount(index[present], minlength=len(ids)).astype(np.float64),
         )
 
 
-def _measure(values: npt.NDArray[Any], present: Bools, index: Indices, k: int) -> tuple[Floats, Floats]:
-    """Distance of each present reward from the smallest of its group [N], and the largest distance in each group [K].
+def _measure(values: npt.NDArray[Any], present: Bools, index: Indices, k: int) -> tuple[Floats, Floats, Floats]:
+    """Unit [N], span [K] and shrink [K] of `_Groups`.
 
     Differences are taken in the type of the rewards, so that what differs there differs here.
     """
-    offset, span = np.zeros(len(index)), np.zeros(k)
+    unit, span, shrink = np.zeros(len(index)), np.zeros(k), np.ones(k)
     at = np.flatnonzero(present)
     order = at[np.argsort(index[at], kind="stable")]
-    if len(order):
-        starts = np.flatnonzero(np.diff(index[order], prepend=-1))
-        ordered = values[order]
-        low = np.repeat(np.minimum.reduceat(ordered, starts), np.diff(starts, append=len(order)))
-        with np.errstate(over="ignore"):
-            distance = (ordered - low).astype(np.float64)
-        far = np.flatnonzero(~np.isfinite(distance))
-        if len(far):
-            raise ValueError(
-                f"expected rewards of one group whose differences fit into a float64, got {ordered[far[0]].item()} at "
-                f"index {order[far[0]]} - check the verifier"
-            )
-        offset[order] = distance
-        span[index[order[starts]]] = np.maximum.reduceat(distance, starts)
-    return offset, span
+    if not len(order):
+        return unit, span, shrink
+    starts = np.flatnonzero(np.diff(index[order], prepend=-1))
+    group = index[order[starts]]  # of each run in `ordered`
+    ordered, members = values[order], np.diff(starts, append=len(order))
+    if ordered.dtype == object:
+        for start, size, which in zip(starts, members, group, strict=True):
+            unit[order[start : start + size]], span[which], shrink[which] = _measure_exactly(ordered[start : start + size])
+        return unit, span, shrink
+    if ordered.dtype.kind == "f":
+        is_large = np.maximum.reduceat(np.abs(ordered), starts) > _HALF_RANGE
+        shrink[group] = np.where(is_large, 2.0, 1.0)
+        ordered = np.where(np.repeat(is_large, members), ordered / 2, ordered)
+    low = np.repeat(np.minimum.reduceat(ordered, starts), members)
+    distance = (ordered - low).astype(np.float64)
+    span[group] = np.maximum.reduceat(distance, starts)
+    np.divide(distance, span[index[order]], out=distance, where=span[index[order]] > 0)
+    unit[order] = distance
+    return unit, span, shrink
+
+
+def _measure_exactly(members: npt.NDArray[Any]) -> tuple[list[float], float, float]:
+    """Unit, span and shrink of one group of fractions."""
+    low = min(members)
+    span = max(members) - low
+    if not span:
+        return [0.0] * len(members), 0.0, 1.0
+    shrink = 1 if span <= _HALF_RANGE else 2
+    return [float((reward - low) / span) for reward in members], max(float(span / shrink), math.ulp(0.0)), float(shrink)
 
 
 def _read_rewards(rewards: Any) -> tuple[npt.NDArray[Any], Bools]:
-    """Rewards in a type that holds them and their differences exactly (0 where missing), and where there is one. [N], [N]"""
-    if isinstance(rewards, np.ndarray) and rewards.dtype.kind in "biuf" and rewards.ndim == 1:
+    """Rewards in a type that holds them and their differences exactly (0 where missing), and where there is one. [N], [N]
+
+    The type is float64, int64 or uint64, or fractions as objects where none of them is exact.
+    """
+    if isinstance(rewards, np.ndarray) and rewards.dtype.kind in "biuf" and rewards.dtype != np.longdouble and rewards.ndim == 1:
         values = rewards
         has_reward = ~np.isnan(values)
     else:
         numbers = [_read_number(item, position) for position, item in enumerate(_listed(rewards, "reward"))]
         has_reward = np.array([number is not None for number in numbers], dtype=np.bool_)
-        values = np.asarray([0 if number is None else number for number in numbers])
-    if values.dtype.kind == "i":
-        values = values.astype(np.int64)
-        is_too_wide = len(values) > 0 and float(values.max()) - float(values.min()) >= -float(np.iinfo(np.int64).min)
-        return (values.astype(np.float64) if is_too_wide else values), has_reward
-    if values.dtype in (np.uint64, np.longdouble):
+        values = _array([0 if number is None else number for number in numbers])
+    if values.dtype in (np.object_, np.uint64):
         return values, has_reward
+    if values.dtype.kind in "iu":
+        values = values.astype(np.int64)
+        is_too_wide = len(values) > 0 and int(values.max()) - int(values.min()) > np.iinfo(np.int64).max
+        return (_fractions(values.tolist()) if is_too_wide else values), has_reward
     return values.astype(np.float64), has_reward
 
 
+def _array(numbers: Sequence[Any]) -> npt.NDArray[Any]:
+    """Numbers of Python in the smallest type that holds every one exactly."""
+    kinds = set(map(type, numbers))
+    if kinds <= {int, bool} and all(-(2**63) <= number < 2**63 for number in numbers):
+        return np.array(numbers, dtype=np.int64)
+    if kinds <= {float, int, bool} and all(type(number) is float or abs(number) <= _EXACT_INT for number in numbers):
+        return np.array(numbers, dtype=np.float64)
+    return _fractions(numbers)
+
+
+def _fractions(numbers: Sequence[Any]) -> npt.NDArray[Any]:
+    array = np.empty(len(numbers), dtype=object)
+    array[:] = [number if isinstance(number, float) and math.isinf(number) else Fraction(number) for number in numbers]
+    return array
+
+
+def _is_finite(values: npt.NDArray[Any]) -> Bools:
+    finite: Bools = np.isfinite(values.astype(np.float64))
+    return finite
+
+
 def _read_number(item: Any, position: int) -> Any:
-    """One reward as a Python or long number, or None when it is missing."""
+    """One reward as an int, float or fraction of the same value; None when it is missing, infinite when it is beyond a float64."""
     if getattr(item, "shape", None) == () and hasattr(item, "item") and not isinstance(item, np.longdouble):
         item = item.item()  # numpy scalars, 0-dim arrays and tensors
-    if item is None or (isinstance(item, float | np.floating) and np.isnan(item)):
+    if item is None:
         return None
-    if not isinstance(item, Real):
+    if not isinstance(item, Real | Decimal):
         raise ValueError(
             f"expected one number as the reward at index {position}, got {item!r} - one entry is one rollout: sum the rewards of its "
             "steps, and fold its rows with fold_rows"
         )
-    return item
+    if isinstance(item, Decimal) and item.is_nan():
+        return None
+    exact: Any = item
+    try:
+        number = float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+    if math.isnan(number):
+        return None
+    if isinstance(exact, float | int):
+        return exact
+    return Fraction(*exact.as_integer_ratio()) if math.isfinite(number) and hasattr(exact, "as_integer_ratio") else number
 
 
 def _read_ids(group_ids: Any) -> tuple[tuple[Hashable, ...], Indices]:
@@ -298,6 +366,9 @@ def _listed(values: Any, what: str) -> list[Any]:
         raise ValueError(f"expected one {what} per rollout, shape [N], got shape {tuple(values.shape)} - one entry is one rollout")
     if hasattr(values, "tolist"):
         return list(values.tolist())
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        raise ValueError(f"expected one {what} per rollout, in a list or array, got {values!r}")
+    if isinstance(values, str | bytes | Mapping | set | frozenset) or not hasattr(values, "__iter__"):
+        hint = ", which has no order and holds equal values once" if isinstance(values, set | frozenset) else ""
+        raise ValueError(
+            f"expected one {what} per rollout, in a list or array, got {values!r} ({type(values).__name__}{hint}) - give a list"
+        )
     return list(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from sluice.config import RlvrConfig, to_yaml
 from sluice.errors import ConfigError, GenerationError, ResampleError, SchedulerBug, TaskError
 from sluice.records import RunFolder
 from tests.config.recipes import write
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -94,7 +97,7 @@ def test_ctrl_c_ends_with_130_and_still_prints_the_results(pipeline: FakePipelin
     [
         (ConfigError("wrong key"), 2),
         (TaskError("no rows"), 2),
-        (GenerationError("no model"), 1),
+        (GenerationError("no slot"), 1),
         (ResampleError("nothing kept"), 1),
         (KeyboardInterrupt(), 130),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1),
@@ -131,10 +134,9 @@ def test_a_bad_recipe_ends_with_2_before_anything_starts(pipeline: FakePipeline,
     assert pipeline.calls == []
 
 
-def test_a_seed_given_twice_is_refused(pipeline: FakePipeline, recipe: Path) -> None:
-    result = run("train", recipe, "seed=1", "--seed", "2")
-    assert result.exit_code == 2
-    assert "has the last word over 'seed=1'" in result.stderr
+def test_of_a_seed_given_twice_the_option_holds(pipeline: FakePipeline, recipe: Path) -> None:
+    assert run("train", recipe, "seed=1", "--seed", "2").exit_code == 0
+    assert pipeline.calls[0]["config"].seed == 2
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["--help"], "train"), (["train", "--help"], "RECIPE"), (["doctor", "-h"], "problem")])
@@ -151,6 +153,96 @@ def test_version_is_printed() -> None:
 def test_the_installed_command_is_the_module() -> None:
     shown = subprocess.run([sys.executable, "-m", "sluice.cli", "--version"], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == f"sluice {sluice.__version__}\n"
+
+
+def started(tmp_path: Path, code: str, *arguments: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script that calls `main()`, as the installed command does: its own folder is first on sys.path, not the current one."""
+    script = tmp_path / "bin" / "sluice.script"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "env": environment, **how}
+    return subprocess.run([sys.executable, str(script), *map(str, arguments)], check=False, **settings)
+
+
+MAIN = "from sluice.cli import main\nmain()\n"
+
+FAKED = """
+import sys
+from pathlib import Path
+from types import ModuleType
+from tests.cli.test_app import FakePipeline
+module = ModuleType("sluice.pipeline.rlvr")
+module.train = FakePipeline(Path(sys.argv.pop(1))).train
+sys.modules[module.__name__] = module
+from sluice.cli import main
+main()
+"""
+
+
+def test_filters_and_verifiers_are_found_in_the_current_folder(tmp_path: Path, recipe: Path) -> None:
+    project = tmp_path / "project"
+    (project / "my_package").mkdir(parents=True)
+    (project / "my_package" / "__init__.py").write_text("def keep(group):\n    return True\n\ndef score(task, response):\n    return 1.0\n")
+    own = ("rewards.math.query_filter_config.type=my_package.keep", "rewards.math.verifier.type=my_package.score")
+    found = started(tmp_path, MAIN, "train", recipe, *own, "model.path=nowhere", cwd=project)
+    assert "error: model.path must be a local folder" in found.stderr  # what is asked after filters and verifiers
+    assert found.returncode == 2
+    elsewhere = started(tmp_path, MAIN, "train", recipe, *own, cwd=tmp_path)
+    assert "there is no module 'my_package'" in elsewhere.stderr
+    assert elsewhere.returncode == 2
+
+
+def test_worker_processes_find_them_too(tmp_path: Path) -> None:
+    (tmp_path / "own_verifier.py").write_text("def score(task, response):\n    return 0.5\n")
+    code = """
+import asyncio, sys
+from sluice.cli import _look_in_the_current_folder
+_look_in_the_current_folder()
+from sluice.config.models import RewardPoolConfig
+from sluice.rewards import build_scorer
+from tests.rewards.examples import rewards, task
+async def run():
+    scorer = build_scorer(rewards("own_verifier.score"), RewardPoolConfig(workers=1))
+    try:
+        print((await scorer.score(task(), "")).reward)
+    finally:
+        await scorer.close()
+asyncio.run(run())
+"""
+    assert started(tmp_path, code, cwd=tmp_path).stdout == "0.5\n"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_reader_that_has_left_is_no_fault(tmp_path: Path, recipe: Path, interrupted: bool) -> None:
+    code = FAKED.replace("argv.pop(1))", f"argv.pop(1)), {interrupted}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = started(tmp_path, code, tmp_path / "runs", "train", recipe, "--quiet", stdout=writing)
+    os.close(writing)
+    assert ended.stderr == "warning: look here\n"
+    assert ended.returncode == (130 if interrupted else 0)
+
+
+def test_a_doctor_whose_reader_has_left_complains_no_more(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = started(tmp_path, MAIN, "doctor", stdout=writing, cwd=tmp_path)
+    os.close(writing)
+    assert (ended.stderr, ended.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_leave_their_cores_to_others_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    code = (
+        "import atexit, os, sys\natexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules, file=sys.stderr))\n"
+    )
+    assert started(tmp_path, code + MAIN, "--version").stderr == f"{expected} False\n"
 
 
 # ---------------------------------------------------------------- doctor

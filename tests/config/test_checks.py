@@ -82,6 +82,9 @@ def refused(**changes: Any) -> list[str]:
         ({"tasks__prompt_template": "2 + 2 ="}, "tasks.prompt_template", "expected at least one field such as {question}"),
         ({"tasks__prompt_template": "{question"}, "tasks.prompt_template", "write {{ and }} for braces"),
         ({"tasks__prompt_template": "{} {question}"}, "tasks.prompt_template", "expected named fields"),
+        ({"tasks__prompt_template": "{question.__class__}"}, "tasks.prompt_template", "got the attribute {question.__class__}"),
+        ({"tasks__prompt_template": "{question[0].real}"}, "tasks.prompt_template", "use brackets for an entry of a mapping"),
+        ({"tasks__prompt_template": "{question:{width.real}}"}, "tasks.prompt_template", "got the attribute {width.real}"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(changes: dict[str, Any], path: str, says: str) -> None:
@@ -156,6 +159,11 @@ def test_a_key_that_does_not_apply_to_its_source_is_refused(source: dict[str, An
     for side in ("train", "validation"):
         (problem,) = refused(**{f"tasks__{side}": [{**source, key: value}]})
         assert problem == f"tasks.{side}.0.{key}: does not apply to a source of type {source['type']}, only to {takers} - delete it"
+
+
+@pytest.mark.parametrize("template", ["{question} {metadata[difficulty]}", "{metadata[a.b]} {question!r:>8}", "{{a.b}} {question}"])
+def test_entries_of_mappings_and_dots_that_are_no_attributes_are_allowed_in_a_template(template: str) -> None:
+    assert parse_config(smallest(tasks__prompt_template=template))
 
 
 def test_null_is_no_setting() -> None:

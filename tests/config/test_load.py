@@ -179,9 +179,12 @@ def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rollout_batch_size": "32"}, "rollout_batch_size: expected a whole number >= 1, got '32' (text) - write 32 without quotes"),
-        ({"rollout_batch_size": True}, "rollout_batch_size: expected a whole number >= 1, got true"),
-        ({"rollout_batch_size": 32.0}, "rollout_batch_size: expected a whole number >= 1, got 32.0 (a number) - write 32"),
+        (
+            {"rollout_batch_size": "32"},
+            "rollout_batch_size: expected a whole number >= 1 and <= 65536, got '32' (text) - write 32 without quotes",
+        ),
+        ({"rollout_batch_size": True}, "rollout_batch_size: expected a whole number >= 1 and <= 65536, got true"),
+        ({"rollout_batch_size": 32.0}, "rollout_batch_size: expected a whole number >= 1 and <= 65536, got 32.0 (a number) - write 32"),
         ({"tasks__shuffle": "no"}, "tasks.shuffle: expected true or false, got 'no' (text) - write false"),
         ({"tasks__shuffle": "True"}, "tasks.shuffle: expected true or false, got 'True' (text) - write it without quotes"),
         ({"trainer__adam_beta1": 1}, "trainer.adam_beta1: expected a number >= 0 and < 1, got 1 (a number)"),
@@ -194,7 +197,14 @@ def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
         ({"rewards__math__verifier": "exact"}, "rewards.math.verifier: expected a section with the keys type, args, got 'exact' (text)"),
         ({"records__root": 3}, "records.root: expected a path, got 3 (a number)"),
         ({"validation__every_steps": 0}, "validation.every_steps: expected a whole number >= 1 or null, got 0 (a number)"),
-        ({"exp_name": ".."}, "exp_name: expected text of letters, digits, '.', '_' and '-', a letter or digit first, got '..' (text)"),
+        (
+            {"exp_name": ".."},
+            "exp_name: expected text of at most 100 letters, digits, '.', '_' and '-', a letter or digit first, got '..' (text)",
+        ),
+        (
+            {"validation__temperature": -1},
+            "validation.temperature: expected 0 (greedy) or a number >= 0.0001 and <= 100.0, got -1 - 0 takes the likeliest token",
+        ),
         ({"pipeline": "agentic"}, "pipeline: expected rlvr, got 'agentic' (text)"),
         ({"seed": 2**32}, "seed: expected a whole number >= 0 and < 4294967296, got 4294967296 (a number)"),
         ({"engine__type": "vllm"}, "engine.type: expected slot, got 'vllm' (text)"),
@@ -206,6 +216,69 @@ def test_a_wrong_value_is_told_in_the_words_of_yaml(change: dict[str, Any], mess
     assert problems_of(raised.value) == [f"config: {message}"]
 
 
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("rollout_batch_size", 65_536),
+        ("num_return_sequences_in_group", 4_096),
+        ("prompt_length", 10_000_000),
+        ("response_length", 10_000_000),
+        ("resampling.max_groups_per_batch", 10_000_000),
+        ("resampling.max_resample_rounds", 10_000),
+        ("resampling.max_response_rounds", 10_000),
+        ("tasks.train.0.size", 100_000_000),
+        ("rewards.math.reward_timeout_s", 86_400),
+        ("reward_pool.workers", 1_024),
+        ("engine.max_slots", 65_536),
+        ("engine.torch_threads", 1_024),
+        ("engine.temperature", 100),
+        ("trainer.torch_threads", 1_024),
+        ("trainer.micro_batch_size", 1_048_576),
+        ("trainer.max_steps", 10_000_000),
+    ],
+)
+def test_a_number_that_no_run_needs_is_refused_while_loading(key: str, most: int) -> None:
+    assert parse_config(smallest(), [f"{key}={most}"])
+    for absurd in (most + 1, 10**18, 10**400):
+        with pytest.raises(ConfigError, match=rf"{key}: expected a .*number.* <= {most}"):
+            parse_config(smallest(), [f"{key}={absurd}"])
+
+
+def test_limits_hold_for_keys_that_need_others_too() -> None:
+    idle = [{"type": "reasoning_gym", "name": "x", "size": 1, "domain": "math"}]
+    with pytest.raises(ConfigError, match=r"validation\.repeats: expected a whole number >= 1 and <= 10000, got 10001"):
+        parse_config(smallest(tasks__validation=idle, validation__temperature=1.0, validation__repeats=10_001))
+    with pytest.raises(ConfigError, match=r"max_additional_running_prompts: expected a whole number >= 0 and <= 65536, got 65537"):
+        parse_config(smallest(is_use_additional_prompts=True, max_additional_running_prompts=65_537))
+    with pytest.raises(ConfigError, match=r"timeout_value: expected a number .*3\.40282.*e\+38 or null, got 1e\+39"):
+        parse_config(smallest(rewards__math__on_reward_timeout="value", rewards__math__timeout_value=1e39))
+
+
+def test_a_temperature_is_one_that_can_be_divided_by() -> None:
+    data = smallest(tasks__validation=[{"type": "reasoning_gym", "name": "x", "size": 1, "domain": "math"}])
+    for temperature in (1e-5, 5e-324, 101.0, -1.0):
+        for key in ("engine", "validation"):
+            with pytest.raises(ConfigError, match=rf"{key}\.temperature: expected .*number >= 0\.0001 and <= 100\.0, got"):
+                parse_config(data, [f"{key}.temperature={temperature}"])
+    with pytest.raises(ConfigError, match=r"engine\.temperature"):
+        parse_config(data, ["engine.temperature=0"])
+    for greedy in (0, 0.0, 1e-4, 100):
+        assert parse_config(data, [f"validation.temperature={greedy}"]).validation.temperature == greedy
+
+
+def test_a_name_that_no_folder_can_have_is_refused() -> None:
+    assert parse_config(smallest(exp_name="x" * 100))
+    with pytest.raises(ConfigError, match="exp_name: expected text of at most 100 letters"):
+        parse_config(smallest(exp_name="x" * 101))
+
+
+@pytest.mark.parametrize("key", ["model.path", "records.root", "tasks.train.0.path"])
+def test_a_path_with_a_nul_character_is_refused(key: str) -> None:
+    data = smallest(tasks__train=[{"type": "jsonl", "path": "x", "domain": "math"}])
+    with pytest.raises(ConfigError, match=rf"{key}: expected a path without NUL characters, .* got 'a.x00b' - delete them"):
+        parse_config(data, [f'{key}="a\\0b"'])
+
+
 def test_a_missing_key_says_what_it_takes() -> None:
     data = smallest()
     del data["trainer"]["max_steps"], data["rewards"]["math"]["verifier"]
@@ -213,7 +286,7 @@ def test_a_missing_key_says_what_it_takes() -> None:
         parse_config(data)
     assert problems_of(raised.value) == [
         "config: rewards.math.verifier: expected a section with the keys type, args, the key is missing",
-        "config: trainer.max_steps: expected a whole number >= 1, the key is missing",
+        "config: trainer.max_steps: expected a whole number >= 1 and <= 10000000, the key is missing",
     ]
 
 

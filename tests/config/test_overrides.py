@@ -78,7 +78,7 @@ def test_a_misspelt_domain_is_found_by_its_missing_verifier() -> None:
     ("override", "message"),
     [
         ("trainer.max_step=3", "trainer.max_step: unknown key - did you mean max_steps?"),
-        ("trainer.max_steps=many", "trainer.max_steps: expected a whole number >= 1, got 'many' (text)"),
+        ("trainer.max_steps=many", "trainer.max_steps: expected a whole number >= 1 and <= 10000000, got 'many' (text)"),
         ("seed", "expected key.path=value, for instance trainer.max_steps=10"),
         ("=3", "expected key.path=value, for instance trainer.max_steps=10"),
         ("trainer..beta=3", "expected key.path=value, for instance trainer.max_steps=10"),
@@ -103,12 +103,25 @@ def test_an_override_that_cannot_be_applied_says_why(override: str, message: str
     assert problem.startswith(f"override '{override}': {message}")
 
 
-def test_an_override_that_another_one_undoes_is_refused() -> None:
-    for first, second in [("seed=1", "seed=1"), ("trainer.beta=1", "trainer={max_steps: 1, learning_rate: 1}")]:
-        with pytest.raises(ConfigError, match=f"has the last word over '{first}'"):
-            parse_config(smallest(), [first, second])
-    config = parse_config(smallest(), ["trainer={max_steps: 1, learning_rate: 1}", "trainer.beta=1"])
-    assert config.trainer.beta == 1
+@given(st.lists(st.sampled_from(["trainer.max_steps", "seed"]), max_size=6), st.data())
+def test_of_an_override_given_more_than_once_the_last_one_holds(keys: list[str], data: st.DataObject) -> None:
+    overrides = [f"{key}={data.draw(st.integers(1, 9))}" for key in keys]
+    last = {override.partition("=")[0]: override for override in overrides}
+    assert parse_config(smallest(), overrides) == parse_config(smallest(), list(last.values()))
+
+
+def test_a_section_that_comes_after_its_keys_holds_as_a_whole() -> None:
+    section = "trainer={max_steps: 1, learning_rate: 1}"
+    assert parse_config(smallest(), ["trainer.beta=1", section]).trainer.beta == 0
+    assert parse_config(smallest(), [section, "trainer.beta=1"]).trainer.beta == 1
+    assert parse_config(smallest(), ["seed=-1", "seed=2"]).seed == 2
+
+
+def test_a_key_that_the_sections_new_value_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"override 'trainer.beta=1': trainer is 5 .a number., expected a section to find beta in"):
+        parse_config(smallest(), ["trainer=5", "trainer.beta=1"])
+    with pytest.raises(ConfigError, match=r"override 'tasks.train.0.size=3': tasks.train is a list with no entries, got 0"):
+        parse_config(smallest(), ["tasks.train=[]", "tasks.train.0.size=3"])
 
 
 def test_problems_of_the_file_come_first_and_overrides_last(tmp_path: Path) -> None:

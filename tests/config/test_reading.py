@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,45 @@ def test_changing_one_alias_leaves_the_other_alone() -> None:
         ("a: 1\n---\nb: 1\n", "f:2: expected valid YAML: expected a single document in the stream, but found another document"),
         ("a: *nowhere\n", "f:1: expected valid YAML: found undefined alias 'nowhere'"),
         ("a: \x07\n", "f: expected valid YAML: unacceptable character"),
-        ("a: " + "[" * 1000, "f: expected valid YAML: it is nested too deep"),
+        ("x: 1\na: " + "[" * 1000, "f:2: expected valid YAML: it is nested more than 50 levels deep - flatten it"),
+        ("x: 1\na: " + "{a: " * 100_000, "f:2: expected valid YAML: it is nested more than 50 levels deep"),
+        ("x: 1\n" + "".join(" " * i + "a:\n" for i in range(200)), "f:51: expected valid YAML: it is nested more than 50 levels deep"),
     ],
 )
 def test_what_is_no_mapping_is_refused_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_document(text, "f")
     assert str(raised.value).startswith(message)
+
+
+def bomb(levels: int, aliases: int) -> str:
+    """A mapping of lists, each of which holds the one before it several times."""
+    lines = ["a0: &a0 [x]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * aliases)}]" for level in range(1, levels + 1)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text", [bomb(7, 9), bomb(40, 2), "a0: &a0 {k: x}\n" + "\n".join(f"a{i}: &a{i} {{p: *a{i - 1}, q: *a{i - 1}}}" for i in range(1, 30))]
+)
+def test_aliases_that_multiply_are_refused_at_once_with_file_and_line(text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"^f:\d+: expected a document of a size that can be read: it holds more than 100,000 values"):
+        parse_document(text, "f")
+    with pytest.raises(ConfigError, match=r"more than 100,000 values"):
+        parse_value("[" + ", ".join([*("&x [1, 1, 1, 1, 1, 1, 1, 1]",), *["*x"] * 20_000]) + "]")
+    assert time.perf_counter() - started < 30
+
+
+def test_aliases_that_nest_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"^f:\d+: expected a document of a size that can be read: it is nested more than 50 levels deep"):
+        parse_document(bomb(200, 1), "f")
+
+
+def test_a_large_document_within_the_bounds_is_read() -> None:
+    data, _, problems = parse_document("a:\n" + "- 1\n" * 5_000 + "b: " + "[" * 48 + "]" * 48, "f")
+    assert len(data["a"]) == 5_000
+    assert problems == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -91,6 +92,19 @@ def test_rewards_are_never_narrowed():
     assert STD.judge(np.array([2**53, 2**53 + 1])).keep
     assert STD.judge([Fraction(1, 3), Fraction(1, 3) + Fraction(1, 10**30)]).keep
     assert STD.judge([0.0, 5e-324]).keep
+    assert STD.judge([Fraction(1, 3), 1 / 3]).keep
+    assert STD.judge([10**300, 10**300 + 1]).keep
+    assert STD.judge([Fraction(1, 10**400), 0]).keep
+    assert STD.judge([np.float32(0.1), 0.1]).keep
+    assert STD.judge(make_group([np.float32(0.1), 0.1])).keep
+
+
+def test_equal_values_of_different_types_have_no_spread():
+    assert not STD.judge([Decimal("0.5"), Fraction(1, 2), 0.5, np.float32(0.5), np.longdouble(0.5)]).keep
+    assert not STD.judge([True, 1, 1.0, Decimal(1), np.int8(1)]).keep
+    assert STD.judge([Decimal("0.25"), 0.5]).evidence == {"mean": 0.375, "std": pytest.approx(0.1767767), "n": 2}
+    for missing in (Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400")):
+        assert STD.judge([missing, 1.0]).reason == "incomplete"
 
 
 def test_extreme_rewards_have_a_finite_mean_and_spread():

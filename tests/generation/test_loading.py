@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
-from sluice.errors import ConfigError, GenerationError
+from sluice.errors import ConfigError
 from sluice.generation.slot import SlotEngine
 from tests.generation import tiny
 
@@ -44,10 +44,31 @@ def test_weights_that_cannot_be_read_are_refused(refused, tmp_path):
     path = tiny.saved(tiny.qwen2(), tmp_path)
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with refused(GenerationError, "loading it failed with .* save it again"):
+    with refused(ConfigError, "^model.path must hold a .* but loading .* failed with .* save it again"):
+        load(path)
+    weights.write_bytes(b"")
+    with refused(ConfigError, "^model.path must hold a .* but loading .* failed with"):
         load(path)
     weights.unlink()
-    with refused(GenerationError, "loading it failed"):
+    with refused(ConfigError, "^model.path must hold a .* but loading .* failed with"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", "{}", '{"model_type": "no_such_model"}', '{"model_type": "qwen2", "hidden_size": "x"}', '{"model_type": 3}'],
+)
+def test_a_broken_config_json_is_refused(refused, tmp_path, content):
+    path = tiny.saved(tiny.qwen2(), tmp_path)
+    (path / "config.json").write_text(content)
+    with refused(ConfigError, "^model.path must hold a"):
+        load(path)
+
+
+def test_an_end_token_that_is_no_id_is_refused(refused, tmp_path):
+    path = tiny.saved(tiny.qwen2(), tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, "x"]}')
+    with refused(ConfigError, r"^model.path: end tokens must be ids of the model's 64 tokens, got \['x'\]"):
         load(path)
 
 
@@ -55,7 +76,7 @@ def test_a_checkpoint_with_missing_weights_is_refused_instead_of_filled_with_noi
     path = tiny.saved(tiny.qwen2(tie_word_embeddings=True), tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with refused(GenerationError, "1 are missing, for example lm_head.weight"):
+    with refused(ConfigError, "^model.path must hold all weights of Qwen2ForCausalLM, but .* 1 are missing, for example lm_head.weight"):
         load(path)
 
 
@@ -83,7 +104,7 @@ def test_settings_that_make_no_sense_are_refused(refused, qwen2_path, settings, 
 def test_a_sliding_window_is_refused_unless_no_sequence_reaches_its_end(refused, tmp_path):
     model = tiny.made(MistralForCausalLM, MistralConfig(sliding_window=16, **SIZES, **ATTENTION), 0)
     path = tiny.saved(model, tmp_path)
-    with refused(GenerationError, r"MistralForCausalLM has sliding_attention \(window 16\)"):
+    with refused(ConfigError, r"^model.path .*MistralForCausalLM has sliding_attention \(window 16\)"):
         load(path, max_length=17)
     with SlotEngine.load(path, max_slots=2, max_length=16, threads=1) as engine:
         asked = tiny.request(0, [5, 6], new=14)
@@ -93,7 +114,7 @@ def test_a_sliding_window_is_refused_unless_no_sequence_reaches_its_end(refused,
 
 def test_a_recurrent_model_is_refused(refused, tmp_path):
     model = tiny.made(MambaForCausalLM, MambaConfig(state_size=4, **SIZES), 0)
-    with refused(GenerationError, "MambaForCausalLM"):
+    with refused(ConfigError, "^model.path .*MambaForCausalLM"):
         load(tiny.saved(model, tmp_path))
 
 
@@ -102,7 +123,7 @@ def test_a_model_that_looks_at_its_neighbours_is_refused(refused, qwen2_path, mo
 
     own = Qwen2MLP.forward
     monkeypatch.setattr(Qwen2MLP, "forward", lambda self, x: own(self, x) + x.mean(dim=0))
-    with refused(GenerationError, "logits depend only on a row's own tokens"):
+    with refused(ConfigError, "^model.path .*logits depend only on a row's own tokens"):
         load(qwen2_path)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.errors import RecordError
@@ -201,6 +201,19 @@ def test_a_journal_continues_where_an_earlier_one_ended(folder: RunFolder, recor
             journal.validation(0, result)
     assert rows(folder.run_db, "SELECT group_id FROM groups") == [(0,), (1,)]
     assert rows(folder.run_db, "SELECT evaluation FROM validation") == [(1,), (2,)]
+
+
+@given(told=st.lists(st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from("abc"), st.integers(0, 99), min_size=1)), max_size=12))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_of_a_ledger_told_again_for_a_step_the_last_one_holds(tmp_path: Path, rows: Query, told: list[tuple[int, dict[str, int]]]) -> None:
+    with RunFolder.create(tmp_path, "x", 0, "") as folder, Journal(folder.run_db) as journal:
+        for step, tokens in told:
+            journal.ledger(step, tokens, tokens)
+    last = {(step, outcome): count for step, tokens in told for outcome, count in tokens.items()}
+    assert {(row[0], row[1]): row[2] for row in rows(folder.run_db, "SELECT step, outcome, tokens FROM ledger")} == last
+    assert rows(folder.run_db, "SELECT count(*) FROM ledger") == [(len(last),)]
+    latest = {outcome: count for _, tokens in told for outcome, count in tokens.items()}
+    assert {total.outcome: total.tokens for total in read_summary(folder.run_db).ledger} == latest
 
 
 def test_close_is_idempotent_and_a_call_after_it_is_refused(folder: RunFolder, record: MakeRecord) -> None:

@@ -26,6 +26,18 @@ def test_scores_at_once_and_never_raises_for_a_bad_verifier():
     asyncio.run(run())
 
 
+def test_a_verifier_that_exits_or_interrupts_ends_its_call_and_not_the_run():
+    async def run() -> None:
+        for name in (".exiting", ".interrupting"):
+            scorer = InlineScorer(rewards(name))
+            failure = (await scorer.score(task(), "")).failure
+            assert failure is not None
+            assert failure.reason == "reward_error"
+            assert scorer.metrics()["rewards/errors/reward_error"] == 1
+
+    asyncio.run(run())
+
+
 def test_a_verifier_that_cannot_be_built_is_an_error_that_names_its_domain():
     with pytest.raises(RewardError, match=r"verifier of rewards\.math cannot be built: RuntimeError: no model file"):
         InlineScorer(rewards(".CannotBeBuilt"))

@@ -38,6 +38,10 @@ def exiting(task: Task, response: str) -> float:
     sys.exit(3)
 
 
+def interrupting(task: Task, response: str) -> float:
+    raise KeyboardInterrupt
+
+
 def echo(task: Task, response: str) -> dict[str, float]:
     return {
         "reward": 1.0,

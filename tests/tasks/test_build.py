@@ -109,6 +109,24 @@ def test_a_row_without_an_answer_is_left_out_only_where_its_verifier_compares(wr
     assert loaded.report.dropped("train") == ({"missing_answer": 3} if needs_one else {})
 
 
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), float("-inf"), 1e400])
+def test_an_answer_that_is_no_finite_number_is_a_missing_one(write: Any, answer: float):
+    file = write([{"prompt": "1/0=", "answer": answer}, {"prompt": "1+1=", "answer": 2}])
+    for verifier in ("exact", "numeric"):
+        loaded = build(file, rewards={"math": {"verifier": {"type": verifier}}})
+        assert [task.answer for task in loaded.train.tasks] == ["2"]
+        assert loaded.report.sources[0].dropped == {"missing_answer": 1}
+
+
+def test_the_prompt_is_asked_for_before_the_answer(write: Any):
+    with pytest.raises(
+        TaskError, match=r"sums\.jsonl line 2: expected text or a list of chat messages in field 'prompt', got no such field"
+    ):
+        build(write([{"prompt": "1+1=", "answer": "2"}, {"question": "2+2="}]))
+    loaded = build(write([{"prompt": "1+1=", "answer": "2"}, {"prompt": " "}]))
+    assert loaded.report.sources[0].dropped == {"empty_prompt": 1}
+
+
 def test_every_built_in_verifier_that_compares_is_known_to_the_tasks():
     import inspect
 

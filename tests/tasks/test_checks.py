@@ -62,7 +62,7 @@ def test_settings_without_effect_are_refused(file: Path):
     assert set(problems(config)) == {"tasks.train.0.prompt_field", "tasks.system_prompt", "tasks.exclude_train_from_validation"}
 
 
-@pytest.mark.parametrize("template", ["no field", "{question", "{}", "{0}"])
+@pytest.mark.parametrize("template", ["no field", "{question", "{}", "{0}", "{question.__class__}"])
 def test_a_template_that_cannot_be_filled_or_says_nothing_is_refused(file: Path, template: str):
     assert set(problems(run_config(file, prompt_template=template))) == {"tasks.prompt_template"}
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,22 @@ def test_what_is_no_local_data_set_is_a_problem_of_the_path(tmp_path: Path):
     assert "dataset_dict.json: expected a JSON object, got a list of 0" in problem(folder)
     (folder / "dataset_dict.json").write_text('{"splits": 3}')
     assert "expected the names of splits" in problem(folder)
+
+
+def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe.parquet", "pipe.jsonl", "pipe.json", "folder/pipe.parquet"):
+        os.mkfifo(tmp_path / name)
+    for name in ("pipe.parquet", "pipe.jsonl", "pipe.json", "folder"):
+        assert "is a named pipe, a device or a socket - write the data to a file first" in problem(tmp_path / name)
+        with pytest.raises(TaskError, match="expected a regular file"):
+            list(source(tmp_path / name).rows())
+
+
+def test_a_key_that_stands_twice_in_an_array_of_json_is_refused(tmp_path: Path):
+    (tmp_path / "data.json").write_text('[{"prompt": "a", "prompt": "b"}]')
+    with pytest.raises(TaskError, match="the key 'prompt' .text. stands twice in one object"):
+        list(source(tmp_path / "data.json").rows())
 
 
 def test_broken_data_are_refused_with_the_file(tmp_path: Path):

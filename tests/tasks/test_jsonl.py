@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,8 @@ def test_a_difficulty_that_is_no_number_is_none(tmp_path: Path, difficulty: obje
         ('{"prompt": "a"}'.encode("utf-16"), "line 1: expected UTF-8 text, but byte 1 of the line is 0xff"),
         (bytes(range(256)) * 4, "expected"),
         (b"\x1f\x8b\x08\x00rest of an archive", "line 1: expected UTF-8 text, .* - save the file as UTF-8, not packed"),
+        (b'{"prompt": "a"}\n{"prompt": "b", "answer": 1, "answer": 2}', r"line 2: .*the key 'answer' .text. stands twice in one object"),
+        (b'{"prompt": "a", "meta": {"x": [{"y": 1, "y": 1}]}}', r"line 1: .*the key 'y' .text. stands twice .* - delete one"),
         (b"[" * 100_000, "line 1: expected a JSON object that can be read"),
         (b'{"prompt": ' + b"1" * 5000 + b"}", "line 1: expected a JSON object that can be read"),
     ],
@@ -89,6 +93,18 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path):
         list(source(tmp_path).rows())
     with pytest.raises(TaskError, match="cannot be read: No such file"):
         list(source(tmp_path / "gone").rows())
+
+
+def test_a_pipe_a_device_and_a_socket_are_refused_without_being_opened(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket.jsonl"))
+        for path in (tmp_path / "pipe.jsonl", tmp_path / "socket.jsonl", Path("/dev/zero")):
+            (problem,) = source(path).problems()
+            assert problem.path == ("tasks", "train", 0, "path")
+            assert f"{path} is a named pipe, a device or a socket - write the data to a file first" in problem.message
+            with pytest.raises(TaskError, match="cannot be read: expected a regular file"):
+                list(source(path).rows())
 
 
 def test_a_missing_file_and_a_folder_are_problems_of_the_path(tmp_path: Path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging as python_logging
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
@@ -498,6 +500,57 @@ def test_the_saved_policy_loads_as_a_model_and_a_tokenizer(model_folder: Path, t
     assert load_tokenizer(tmp_path / "policy")("ab")["input_ids"] == [2, 3]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("IoError: disk full"), RuntimeError("writer")])
+def test_a_policy_that_cannot_be_written_is_an_error_that_names_folder_and_cause(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run = Run(model_folder, tmp_path, always)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(run.trainer._tokenizer, "save_pretrained", full)
+    with pytest.raises(TrainerError, match=rf"write the policy to {tmp_path / 'policy'}, got {type(error).__name__}: .* - .* free space"):
+        run.trainer.save_policy(tmp_path / "policy")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "policy"):
+        with pytest.raises(TrainerError, match=rf"write the policy to {folder}, got "):
+            run.trainer.save_policy(folder)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_that_names_its_folder(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("IoError: disk full")
+
+    monkeypatch.setattr(room.GRPOTrainer, "_save_checkpoint", full)
+    with pytest.raises(TrainerError, match=rf"write the policy to {tmp_path / 'checkpoint-1'}, got SafetensorError"):
+        Run(model_folder, tmp_path, always, save_every_steps=1).train()
+
+
+@pytest.mark.parametrize("end", ["no batch", "stop"])
+def test_an_end_before_the_first_step_logs_no_advice_on_iterators(model_folder: Path, tmp_path: Path, end: str) -> None:
+    heard: list[str] = []
+    handler = python_logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = python_logging.getLogger("transformers.trainer")
+    logger.addHandler(handler)
+    try:
+        run = Run(model_folder, tmp_path, lambda engine, call: None)
+        if end == "stop":
+            run.trainer._stop.set()
+            run.train()
+        else:
+            with pytest.raises(TrainerError, match="got none"):
+                run.train()
+        assert heard == []
+        logger.warning("There seems not to be a single sample in your epoch_iterator, outside of training")
+        assert len(heard) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
 @pytest.mark.parametrize("end", ["last batch", "no batch", "stop"])
 def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(model_folder: Path, tmp_path: Path, end: str) -> None:
     def make(engine: FakeEngine, call: int) -> Batch | None:
@@ -582,16 +635,20 @@ def test_the_schedule_and_the_optimiser_are_the_configured_ones(model_folder: Pa
     assert (args.seed, args.bf16, args.report_to, args.ignore_data_skip) == (42, False, [], True)
 
 
-@pytest.mark.parametrize("content", ["no folder", "nothing", "no tokenizer", "no weights"])
+@pytest.mark.parametrize("content", ["no folder", "nothing", "no tokenizer", "no weights", "torn weights", "torn configuration"])
 def test_a_folder_without_a_model_is_refused(model_folder: Path, tmp_path: Path, content: str) -> None:
     folder = tmp_path / "model"
     if content != "no folder":
         folder.mkdir()
     if content == "no tokenizer":
         load(model_folder).save_pretrained(folder)
-    if content == "no weights":
+    if content in ("no weights", "torn weights", "torn configuration"):
         for file in model_folder.glob("*.json"):
             (folder / file.name).write_bytes(file.read_bytes())
+    if content == "torn weights":
+        (folder / "model.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes()[:500])
+    if content == "torn configuration":
+        (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model\.path.* with a (causal language model|tokenizer)"):
         Run(folder, tmp_path, always, engine=FakeEngine(model_folder))
 

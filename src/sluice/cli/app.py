@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import sluice
-from sluice.cli.reporting import FAILED, STOPPED, reported
+from sluice.cli.reporting import FAILED, STOPPED, reported, unless_nobody_reads
 
 if TYPE_CHECKING:
     from sluice.cli.doctor import Check
@@ -82,8 +82,10 @@ def train(
         display = QuietDisplay() if quiet else ProgressDisplay(config.exp_name, live=False if plain else None)
         with display:
             result = run(config, config_path=recipe, display=display)
-        for line in summary_lines(read_summary(result.folder / "run.db")):
-            typer.echo(line)
+        lines = summary_lines(read_summary(result.folder / "run.db"))
+        with unless_nobody_reads():
+            for line in lines:
+                typer.echo(line)
         if result.interrupted:
             raise typer.Exit(STOPPED)
 
@@ -103,7 +105,10 @@ def doctor(
     with reported():
         from sluice.cli.doctor import show_all
 
-        if not show_all(_checks(recipe, _with_seed(overrides, seed))):
+        is_well = True
+        with unless_nobody_reads():
+            is_well = show_all(_checks(recipe, _with_seed(overrides, seed)))
+        if not is_well:
             raise typer.Exit(FAILED)
 
 

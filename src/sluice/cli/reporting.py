@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import typer
@@ -43,6 +45,16 @@ def reported() -> Iterator[None]:
         fail(f"this command needs the package {package} - pip install '{DISTRIBUTION}[train]'", FAILED)
     except KeyboardInterrupt:
         fail("stopped by Ctrl-C", STOPPED)
+
+
+@contextmanager
+def unless_nobody_reads() -> Iterator[None]:
+    """While results are printed: a reader that has seen enough and left (`sluice train ... | head -1`) is no fault."""
+    try:
+        yield
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # else the interpreter tries once more at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str, code: int) -> None:

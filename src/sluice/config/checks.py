@@ -12,6 +12,7 @@ To add a rule, yield one `Finding`: the key to change, the keys it was weighed a
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,15 @@ def without_effect(config: RlvrConfig) -> Iterator[Finding]:
         yield from _idle_reward_keys(config, domain)
     yield from _idle_filling_keys(config)
     yield from _idle_trainer_keys(config)
+
+
+def template_fields(template: str) -> list[str]:
+    """The fields of a str.format template as written, also those inside format specifications. Raises `ValueError` when it is none."""
+    found = []
+    for _, field, specification, _ in string.Formatter().parse(template):
+        if field is not None:
+            found += [field, *template_fields(specification or "")]
+    return found
 
 
 def is_written(config: Section, path: KeyPath) -> bool:
@@ -140,7 +150,7 @@ def _check_domains(config: RlvrConfig) -> Iterator[Finding]:
 def _check_prompts(config: RlvrConfig) -> Iterator[Finding]:
     path = ("tasks", "prompt_template")
     try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(config.tasks.prompt_template) if name is not None]
+        fields = template_fields(config.tasks.prompt_template)
     except ValueError as err:
         yield Finding(
             path=path, message=f"expected a template for str.format: {err} - write {{{{ and }}}} for braces that stand for themselves"
@@ -149,7 +159,13 @@ def _check_prompts(config: RlvrConfig) -> Iterator[Finding]:
     if not fields:
         yield Finding(path=path, message="expected at least one field such as {question}, got none: every prompt would be the same")
     for name in fields:
-        if not name or name[0].isdecimal():
+        if "." in re.sub(r"\[[^]]*\]", "", name):
+            yield Finding(
+                path=path,
+                message=f"expected fields and entries such as {{question}} and {{metadata[difficulty]}}, got the attribute {{{name}}} - "
+                "use brackets for an entry of a mapping",
+            )
+        elif not name or name[0].isdecimal():
             yield Finding(
                 path=path, message=f"expected named fields such as {{question}}, got {{{name}}} - {{{{ and }}}} stand for plain braces"
             )

@@ -134,7 +134,7 @@ def _path_keys(data: Mapping[str, Any]) -> Iterable[KeyPath]:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, Path)) and bool(str(value))
+    return isinstance(value, (str, Path)) and bool(str(value)) and "\0" not in str(value)
 
 
 def _delete(data: Any, path: KeyPath) -> Any:

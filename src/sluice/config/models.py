@@ -8,11 +8,48 @@ Names that users of ROLL know keep their meaning: `rewards.<domain>.query_filter
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-FilePath = Annotated[Path, Field(strict=False)]  # text is taken for a path; everything else keeps its YAML type
+# Upper limits. Each lies far above what any run needs: a number beyond it is a slip of the finger, which would otherwise show as a machine
+# without memory, or as a run that never ends, after the model has been loaded.
+MOST_GROUPS: Final = 65_536  # of one batch: a thousand times a usual one
+MOST_GROUPS_LAUNCHED: Final = 10_000_000  # for one batch: every group is a record in run.db
+LARGEST_GROUP: Final = 4_096  # members, all of which are in memory until the last one ends
+MOST_ROUNDS: Final = 10_000  # of replacing; below 65,536, the room that an attempt's seed has for them
+MOST_TOKENS: Final = 10_000_000  # of a prompt or a response: more than any model's positions
+MOST_ROWS: Final = 100_000_000  # that are made in memory
+MOST_STEPS: Final = 10_000_000  # the trainer holds a placeholder for each
+MOST_SLOTS: Final = 65_536  # the engine keeps keys and values of each
+MOST_MICRO_BATCH_ROWS: Final = 1_048_576
+MOST_REPEATS: Final = 10_000  # of every held-out item
+MOST_THREADS: Final = 1_024  # more than one machine has processors
+MOST_WORKERS: Final = 1_024  # processes, each with a Python of its own
+LONGEST_REWARD_S: Final = 86_400.0  # a day for one response
+COLDEST: Final = 1e-4  # temperature: logits are divided by it, and below it they lose the digits that tell tokens apart
+HOTTEST: Final = 100.0  # temperature: above it every token is as likely as any other
+LONGEST_NAME: Final = 100  # characters: it becomes part of a folder's name, which may have 255 bytes
+LARGEST_REWARD: Final = (2 - 2**-23) * 2.0**127  # the largest float32, in which rewards are trained on
+
+P = TypeVar("P", str, Path)
+
+
+def _without_nul(path: P) -> P:
+    if "\0" in str(path):
+        raise ValueError(f"expected a path without NUL characters, which no file can have, got {str(path)!r} - delete them")
+    return path
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
+        raise ValueError(
+            f"expected 0 (greedy) or a number >= {COLDEST} and <= {HOTTEST}, got {temperature:g} - 0 takes the likeliest token"
+        )
+    return temperature
+
+
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]  # text is taken for a path; all else keeps its YAML type
 
 
 class Section(BaseModel):
@@ -24,7 +61,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(min_length=1)  # local folder as written by transformers' save_pretrained (model and tokenizer)
+    path: Annotated[str, AfterValidator(_without_nul)] = Field(
+        min_length=1
+    )  # local folder as written by transformers' save_pretrained (model and tokenizer)
     lora: LoraConfig | None = None  # None: all weights train
 
 
@@ -43,7 +82,7 @@ class TaskSourceConfig(Section):
     type: Literal["reasoning_gym", "jsonl", "huggingface"]
     domain: str | None = None  # reward domain of all its rows; None: read from each row (field `domain`, or `tag` through tag_included)
     name: str | None = None  # reasoning_gym: data set name
-    size: int | None = Field(default=None, ge=1)  # reasoning_gym: rows to make
+    size: int | None = Field(default=None, ge=1, le=MOST_ROWS)  # reasoning_gym: rows to make
     seed: int | None = None  # reasoning_gym: data seed
     params: dict[str, Any] = {}  # reasoning_gym: parameters of the data set
     path: FilePath | None = None  # jsonl: file; huggingface: folder made by save_to_disk, or of parquet/json files
@@ -88,16 +127,18 @@ class RewardConfig(Section):
     query_filter_config: FilterConfig = FilterConfig(type="no_filter")
     response_filter_config: FilterConfig | None = None
     tag_included: list[str] = []  # labels in the data that belong to this domain, besides its own name
-    reward_timeout_s: float = Field(default=10.0, gt=0)
+    reward_timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_REWARD_S)
     on_reward_timeout: Literal["missing", "value"] = "missing"
-    timeout_value: float | None = None  # with on_reward_timeout: value
+    timeout_value: float | None = Field(default=None, ge=-LARGEST_REWARD, le=LARGEST_REWARD)  # with on_reward_timeout: value
     reward_key: str | None = None  # for verifiers that answer with a mapping: which entry is the reward
 
 
 class RewardPoolConfig(Section):
     """The worker processes that run verifiers."""
 
-    workers: int = Field(default=1, ge=0)  # 0: in the shell's own process, without time limits (refused when reward_timeout_s matters)
+    workers: int = Field(
+        default=1, ge=0, le=MOST_WORKERS
+    )  # 0: in the shell's own process, without time limits (refused when reward_timeout_s matters)
 
 
 class DatasetFilterConfig(Section):
@@ -113,9 +154,9 @@ class ResamplingConfig(Section):
     """How a batch is filled, and where every loop ends."""
 
     fill: Literal["refill", "shrink"] = "refill"  # refill: exactly the batch; shrink: draw exactly that many, train on what is kept
-    max_resample_rounds: int = Field(default=10, ge=1)  # round 1 is the groups asked for
-    max_groups_per_batch: int | None = Field(default=None, ge=1)  # groups launched for one batch; None: no such bound
-    max_response_rounds: int = Field(default=5, ge=1)  # first generation plus rounds of replacing rejected or lost members
+    max_resample_rounds: int = Field(default=10, ge=1, le=MOST_ROUNDS)  # round 1 is the groups asked for
+    max_groups_per_batch: int | None = Field(default=None, ge=1, le=MOST_GROUPS_LAUNCHED)  # launched for one batch; None: no such bound
+    max_response_rounds: int = Field(default=5, ge=1, le=MOST_ROUNDS)  # first generation plus rounds of replacing rejected or lost members
     on_exhausted: Literal["raise", "shrink", "keep_low_information"] = "raise"
     min_members: int | None = Field(default=None, ge=1)  # survivors that still make a group at the bound; None: all of them
     truncated: Literal["mask", "keep", "invalid", "drop_group"] = "mask"
@@ -125,9 +166,9 @@ class EngineConfig(Section):
     """The in-process slot engine."""
 
     type: Literal["slot"] = "slot"
-    temperature: float = Field(default=1.0, gt=0)  # of sampling and of the trainer's log-probs: one key feeds both
-    max_slots: int = Field(default=256, ge=1)  # requests in one forward pass; further ones wait
-    torch_threads: int | None = Field(default=None, ge=1)  # None: torch's own choice
+    temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)  # of sampling and of the trainer's log-probs: one key feeds both
+    max_slots: int = Field(default=256, ge=1, le=MOST_SLOTS)  # requests in one forward pass; further ones wait
+    torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: torch's own choice
 
 
 class AdvantageConfig(Section):
@@ -141,7 +182,7 @@ class AdvantageConfig(Section):
 class TrainerConfig(Section):
     """TRL's GRPOTrainer."""
 
-    max_steps: int = Field(ge=1)
+    max_steps: int = Field(ge=1, le=MOST_STEPS)
     learning_rate: float = Field(gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
@@ -149,12 +190,12 @@ class TrainerConfig(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    micro_batch_size: int = Field(default=64, ge=1)  # rows in one forward and backward pass
+    micro_batch_size: int = Field(default=64, ge=1, le=MOST_MICRO_BATCH_ROWS)  # rows in one forward and backward pass
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo"] = "dapo"
     beta: float = Field(default=0.0, ge=0)  # weight of the KL term against the starting policy
     epsilon: float = Field(default=0.2, gt=0)  # clipping of the ratio
     bf16: bool = False
-    torch_threads: int | None = Field(default=None, ge=1)
+    torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     advantage: AdvantageConfig = AdvantageConfig()
     logprob_tolerance: float = Field(default=1e-4, gt=0)  # float32: largest |old - inference log-prob| of a trained batch
     save_every_steps: int | None = Field(default=None, ge=1)  # None: only at the end
@@ -164,8 +205,8 @@ class ValidationConfig(Section):
     """Held-out evaluation: every item, no filter, no refill."""
 
     every_steps: int | None = Field(default=None, ge=1)  # None: before and after the run only
-    temperature: float = Field(default=0.0, ge=0)  # 0: greedy
-    repeats: int = Field(default=1, ge=1)
+    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = 0.0  # 0: greedy
+    repeats: int = Field(default=1, ge=1, le=MOST_REPEATS)
     max_items: int | None = Field(default=None, ge=1)
 
 
@@ -181,20 +222,24 @@ class RlvrConfig(Section):
     """A whole RLVR run."""
 
     pipeline: Literal["rlvr"] = "rlvr"
-    exp_name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="letters, digits, '.', '_' and '-', a letter or digit first")
+    exp_name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=LONGEST_NAME,
+        description=f"at most {LONGEST_NAME} letters, digits, '.', '_' and '-', a letter or digit first",
+    )
     seed: int = Field(default=42, ge=0, lt=2**32)  # of everything that is drawn: data order, sampling, initialisation
     model: ModelConfig
     tasks: TasksConfig
     rewards: dict[str, RewardConfig] = Field(min_length=1)
     reward_pool: RewardPoolConfig = RewardPoolConfig()
     dataset_filter: DatasetFilterConfig = DatasetFilterConfig()
-    rollout_batch_size: int = Field(ge=1)  # groups per optimiser step
-    num_return_sequences_in_group: int = Field(ge=1)  # group_size
-    prompt_length: int = Field(ge=1)  # tokens; a prompt with more is dropped before generation
-    response_length: int = Field(ge=1)  # tokens; a response that reaches it without an end token is truncated
+    rollout_batch_size: int = Field(ge=1, le=MOST_GROUPS)  # groups per optimiser step
+    num_return_sequences_in_group: int = Field(ge=1, le=LARGEST_GROUP)  # group_size
+    prompt_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a prompt with more is dropped before generation
+    response_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a response that reaches it without an end token is truncated
     async_generation_ratio: float = Field(default=0.0, ge=0)  # 0 is synchronous, the only value for now
     is_use_additional_prompts: bool = False
-    max_additional_running_prompts: int = Field(default=16, ge=0)
+    max_additional_running_prompts: int = Field(default=16, ge=0, le=MOST_GROUPS)
     resampling: ResamplingConfig = ResamplingConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig

@@ -1,7 +1,8 @@
 """Settings from the command line: `rewards.math.query_filter_config.type=std_filter`, put over what the file says.
 
-The left side is the way to the key (a number picks an entry of a list), the right side is read as YAML. Whether the key exists is for the
-models to say: an override may set any optional key, and name a new reward domain.
+The left side is the way to the key (a number picks an entry of a list), the right side is read as YAML. Of several for one key the last
+one holds, so that a script may add its own behind those it was given. Whether the key exists is for the models to say: an override may set
+any optional key, and name a new reward domain.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from sluice.errors import ConfigError
 def apply_overrides(data: dict[str, Any], places: Places, overrides: Sequence[str]) -> list[Problem]:
     """Change `data` and `places` in place, in the order given; answers with what could not be applied."""
     problems: list[Problem] = []
-    done: list[tuple[KeyPath, str]] = []
     for order, text in enumerate(overrides, start=1):
         place = Place(text=f"override '{text}'", order=order, is_override=True)
         name, equals, right = text.partition("=")
@@ -26,15 +26,11 @@ def apply_overrides(data: dict[str, Any], places: Places, overrides: Sequence[st
             if not equals or not all(keys):
                 raise ConfigError("expected key.path=value, for instance trainer.max_steps=10")
             path = _locate(data, keys)
-            for earlier, written in done:
-                if earlier[: len(path)] == path:
-                    raise ConfigError(f"has the last word over '{written}', which is then without effect - delete one of the two")
             made = _put(data, path, parse_value(right))
         except ConfigError as err:
             problems.append(Problem(path=(), message=str(err), place=place))
             continue
         places.put(made, place)
-        done.append((path, text))
     return problems
 
 

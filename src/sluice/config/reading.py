@@ -2,24 +2,30 @@
 
 Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-3` is a number, `on`, `off`, `yes` and `no` are text (never a silent
 boolean), `010` is ten, `1:30` and `2024-01-01` are text. A key that stands twice, a tag and a key that is not text are refused. Anchors,
-aliases and merge keys (`<<`) work. Environment variables are not expanded.
+aliases and merge keys (`<<`) work, within bounds: an alias is written out where it stands, and a few lines of aliases to aliases would
+otherwise fill the memory. Environment variables are not expanded.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from sluice.config.problems import KeyPath, Place, Places, Problem, told
 from sluice.errors import ConfigError
 
+MOST_NODES: Final = 100_000  # values of one document, aliases written out: a hundred times a large recipe
+DEEPEST: Final = 50  # sections inside sections; a recipe has about six
+
 _TAG = "tag:yaml.org,2002:"
 _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
     _TAG + name for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
 )
+
+_TOO_DEEP = f"it is nested more than {DEEPEST} levels deep - flatten it"
 
 _CORE_SCHEMA: list[tuple[str, str, str]] = [  # tag, pattern, first characters
     (_NULL, r"~|null|Null|NULL|", "~nN\0"),
@@ -31,9 +37,20 @@ _CORE_SCHEMA: list[tuple[str, str, str]] = [  # tag, pattern, first characters
 
 
 class CoreLoader(yaml.SafeLoader):
-    """PyYAML's parser with YAML 1.2's scalars."""
+    """PyYAML's parser with YAML 1.2's scalars and a bound on nesting, which keeps its recursion off Python's stack limit."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own way
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node, with all below it."""
+        self._depth += 1
+        if self._depth > DEEPEST:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=_TOO_DEEP, problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class CoreDumper(yaml.SafeDumper):
@@ -70,7 +87,7 @@ def read_text(path: Path) -> str:
 def parse_document(text: str, source: str) -> tuple[dict[str, Any], Places, list[Problem]]:
     """One YAML document as plain data, the place of every key, and what is wrong with single keys.
 
-    Raises `ConfigError` when it is no YAML, or no mapping.
+    Raises `ConfigError` when it is no YAML, or no mapping, or beyond `MOST_NODES` or `DEEPEST`.
     """
     node = _compose(text, source)
     builder = _Builder(Places(source=source))
@@ -102,8 +119,6 @@ def _compose(text: str, source: str) -> yaml.Node | None:
         reason = ", ".join(part for part in (err.context, err.problem) if part)
     except yaml.YAMLError as err:
         line, reason = "", " ".join(str(err).split())
-    except RecursionError:
-        line, reason = "", "it is nested too deep"
     raise ConfigError(f"{source}{line}: expected valid YAML: {reason}".removeprefix(": "))
 
 
@@ -114,8 +129,14 @@ class _Builder:
         self.places = places
         self.problems: list[Problem] = []
         self._open: set[int] = set()  # nodes that are being built: an alias to one of them would never end
+        self._built = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self._built += 1
+        if self._built > MOST_NODES:
+            raise self._beyond(node, f"it holds more than {MOST_NODES:,} values - use fewer aliases, or put data into a file of their own")
+        if len(self._open) > DEEPEST:
+            raise self._beyond(node, _TOO_DEEP)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
@@ -194,6 +215,10 @@ class _Builder:
         if node.tag not in (expected, "!") and not (expected == _STR and node.tag == _MERGE):
             tag = node.tag.replace(_TAG, "!!")
             self._refuse(path, f"expected plain YAML, got the tag {tag} - delete it")
+
+    def _beyond(self, node: yaml.Node, reason: str) -> ConfigError:
+        place = f"{self.places.source}:{node.start_mark.line + 1}: " if self.places.source else ""
+        return ConfigError(f"{place}expected a document of a size that can be read: {reason}")
 
     def _refuse(self, path: KeyPath, message: str) -> None:
         self.problems.append(Problem(path=path, message=message))

@@ -14,8 +14,9 @@ class StdFilter(RewardFilter):
     """Drops a group when the sample standard deviation of its rewards (ddof = 1) is at most `std_threshold`.
 
     With the default of 0 it drops exactly the groups whose rewards are all equal, whatever their value, type and number: equality is
-    compared exactly, by value, never on a rounded spread. These are the groups of two or more that `sluice.advantage.no_signal` names. A group of one member is kept (it has no spread to judge); a group of which fewer than two members
-    are left to compare is dropped. Refused for a configured group size of 1.
+    compared exactly, by value, never on a rounded spread. These are the groups of two or more that `sluice.advantage.no_signal` names. A
+    group of one member is kept (it has no spread to judge); a group of which fewer than two members are left to compare is dropped.
+    Refused for a configured group size of 1.
     """
 
     name = "std_filter"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from sluice.config.models import LoraConfig
-from sluice.errors import ConfigError, GenerationError
+from sluice.errors import ConfigError
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.generation.weights import Weights
 
@@ -26,8 +26,8 @@ from sluice.generation.weights import Weights
 def load_net(path: str | Path, *, dtype: torch.dtype, lora: LoraConfig | None) -> tuple[Any, Weights]:
     """A fresh model in eval mode, and the tensors that a publish replaces.
 
-    Raises `ConfigError` for a wrong path or adapter, `GenerationError` for weights that cannot be read or are not all there. Torch's
-    random state is left as it was.
+    Raises `ConfigError` for a wrong path or adapter, a folder that cannot be read, and weights that are not all there. Torch's random state
+    is left as it was.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -50,16 +50,16 @@ def _read(folder: Path, dtype: torch.dtype) -> Any:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except Exception as error:  # torch, safetensors, transformers and the operating system each have their own
-        raise GenerationError(
-            f"{folder} must hold a causal language model that transformers can load, but loading it failed with "
+        raise ConfigError(
+            f"model.path must hold a causal language model that transformers can load, but loading {folder} failed with "
             f"{type(error).__name__}: {error} - save it again with model.save_pretrained(path)"
         ) from error
     net, info = loaded
     absent = sorted(info["missing_keys"])
     if absent:
-        raise GenerationError(
-            f"{folder} must hold all weights of {type(net).__name__}, but {len(absent)} are missing, for example {absent[0]} - they would "
-            f"be random numbers: save the whole model with model.save_pretrained(path)"
+        raise ConfigError(
+            f"model.path must hold all weights of {type(net).__name__}, but in {folder} {len(absent)} are missing, for example "
+            f"{absent[0]} - they would be random numbers: save the whole model with model.save_pretrained(path)"
         )
     return net
 
@@ -100,7 +100,7 @@ def _no_progress_bar() -> Iterator[None]:
 def check_architecture(net: Any, max_length: int) -> None:
     """Refuse what its configuration alone rules out: windows shorter than max_length, and sequences beyond the model's positions.
 
-    Raises `GenerationError` for the architecture, `ConfigError` for the length.
+    Raises `ConfigError` for both.
     """
     config = net.config.get_text_config()
     kind = type(net).__name__
@@ -113,15 +113,16 @@ def check_architecture(net: Any, max_length: int) -> None:
         others = []  # no sequence is longer than the window, so that it hides nothing
     if others:
         size = f" (window {window})" if window is not None else ""
-        raise GenerationError(
-            f"the slot engine needs full attention in every layer, but {kind} has {', '.join(others)}{size} - use a model with plain "
-            f"attention (Llama, Qwen2, ...), or keep prompt and response within the window"
+        raise ConfigError(
+            f"model.path must hold a model with full attention in every layer, which the slot engine needs, but {kind} has "
+            f"{', '.join(others)}{size} - use a model with plain attention (Llama, Qwen2, ...), or keep prompt and response within "
+            f"the window"
         )
     implementation = net.config._attn_implementation
     if implementation not in ("sdpa", "eager"):
-        raise GenerationError(
-            f"the slot engine needs the sdpa or eager attention of transformers, but {kind} was saved with {implementation} - remove "
-            f"_attn_implementation from its config.json"
+        raise ConfigError(
+            f"model.path must hold a model with the sdpa or eager attention of transformers, which the slot engine needs, but {kind} "
+            f"was saved with {implementation} - remove _attn_implementation from its config.json"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -136,22 +137,22 @@ def stop_tokens(net: Any, path: str | Path, extra: Sequence[int], vocab_size: in
 
     Raises `ConfigError` for an id outside the vocabulary, or when there is none at all.
     """
-    ids: set[int] = set(extra)
+    ids: set[Any] = set(extra)
     for found in (net.generation_config.eos_token_id, net.config.get_text_config().eos_token_id):
         ids.update([found] if isinstance(found, int) else found or [])
     if (Path(path) / "tokenizer_config.json").is_file():
         end = load_tokenizer(path).eos_token_id
         ids.update([] if end is None else [end])
-    outside = sorted(i for i in ids if not 0 <= i < vocab_size)
+    outside = sorted((i for i in ids if not (isinstance(i, int) and 0 <= i < vocab_size)), key=str)
     if outside:
         raise ConfigError(
-            f"end tokens must be ids of the model's {vocab_size} tokens, got {outside} - correct eos_token_id in generation_config.json or "
-            f"the tokenizer, or stop_token_ids"
+            f"model.path: end tokens must be ids of the model's {vocab_size} tokens, got {outside} - correct eos_token_id in "
+            f"generation_config.json or the tokenizer, or stop_token_ids"
         )
     if not ids:
         raise ConfigError(
-            f"the model in {path} must have an end token, but neither its configuration nor its tokenizer names one - set eos_token_id in "
-            f"generation_config.json, or pass stop_token_ids"
+            f"model.path: the model in {path} must have an end token, but neither its configuration nor its tokenizer names one - set "
+            f"eos_token_id in generation_config.json, or pass stop_token_ids"
         )
     table = np.zeros(vocab_size, dtype=np.bool_)
     table[sorted(ids)] = True

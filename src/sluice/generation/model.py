@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sluice.errors import GenerationError
+from sluice.errors import ConfigError
 from sluice.generation.cache import Pass, SlotCache
 
 Index = npt.NDArray[np.int64]
@@ -31,8 +31,8 @@ class SlotModel:
         self.config = net.config.get_text_config()
         head = net.get_output_embeddings()
         if head is None:
-            raise GenerationError(
-                f"the slot engine needs a causal language model with an output layer, but {type(net).__name__} has none - use a model for "
+            raise ConfigError(
+                f"model.path must hold a causal language model with an output layer, but {type(net).__name__} has none - use a model for "
                 f"causal language modelling (Llama, Qwen2, ...)"
             )
         self.vocab_size = int(head.weight.shape[0])
@@ -114,7 +114,7 @@ class SlotModel:
     def check_slots(self) -> None:
         """Prove that this model works in slots: compare prefill, continued prefill and decoding with an ordinary forward pass.
 
-        Raises `GenerationError` for models that keep other state than keys and values (recurrent, hybrid), ignore the mask, or look at
+        Raises `ConfigError` for models that keep other state than keys and values (recurrent, hybrid), ignore the mask, or look at
         their neighbours in the batch.
         """
         ids = (np.arange(16, dtype=np.int64).reshape(2, 8) * 7919 + 1) % self.vocab_size  # two different rows; any ids do
@@ -131,8 +131,8 @@ class SlotModel:
                 [self.net(input_ids=torch.from_numpy(ids[i : i + 1, :n]), use_cache=False).logits[:, -1] for i, n in enumerate(lengths)]
             )
         except Exception as error:
-            raise GenerationError(
-                f"the slot engine needs a causal language model whose attention uses transformers' cache interface, but a trial pass "
+            raise ConfigError(
+                f"model.path must hold a causal language model whose attention uses transformers' cache interface, but a trial pass "
                 f"through {kind} failed with {type(error).__name__}: {error} - use a model with plain attention (Llama, Qwen2, ...)"
             ) from error
         finally:
@@ -140,8 +140,8 @@ class SlotModel:
         difference = float((found - expected).abs().max())
         tolerance = _PROBE_TOLERANCE.get(self.dtype, _PROBE_TOLERANCE_HALF) * (1 + float(expected.abs().max()))
         if not difference <= tolerance:
-            raise GenerationError(
-                f"the slot engine needs a model whose logits depend only on a row's own tokens, but for {kind} a trial pass in slots "
+            raise ConfigError(
+                f"model.path must hold a model whose logits depend only on a row's own tokens, but for {kind} a trial pass in slots "
                 f"differs from an ordinary forward pass by {difference:.2g} (at most {tolerance:.2g} expected) - its layers keep other "
                 f"state than keys and values, or ignore the attention mask: use a model with plain attention (Llama, Qwen2, ...)"
             )

@@ -167,8 +167,7 @@ class SlotEngine:
         their keys and values again, or keep those of the old weights. prefill_tokens: at most so many are computed between two
         decoding passes.
 
-        Raises `ConfigError` for settings that do not fit the model, `GenerationError` for a model that cannot be loaded or cannot
-        work in slots.
+        Raises `ConfigError` for settings that do not fit the model, and for a folder whose model cannot be loaded or cannot work in slots.
         """
         for name, value in (("max_slots", max_slots), ("max_length", max_length), ("prefill_tokens", prefill_tokens)):
             if value < 1:

@@ -2,7 +2,7 @@
 
     run         key, value: facts about the run as JSON: version, created, status, heartbeat, ended, ...
     groups      one row per launched group, written when it leaves
-    ledger      the ledger after each step: tokens and attempts by outcome since the start of the run
+    ledger      the ledger after each step, one row per step and outcome: tokens and attempts since the start of the run
     batches     one row per optimiser step
     metrics     step, name, value, time: value is NULL for NaN
     validation  one row per evaluation and domain
@@ -98,10 +98,15 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
     "events": ("time REAL NOT NULL", "step INTEGER", "level TEXT NOT NULL", "message TEXT NOT NULL"),
 }
 
+_UNIQUE: Mapping[str, str] = {"ledger": "UNIQUE (step, outcome)"}  # what is told again replaces what was told before
+
 _SET_FACT = "INSERT INTO run (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 _INSERT = {
     "run": _SET_FACT,
-    **{table: f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})" for table, columns in _COLUMNS.items()},
+    **{
+        table: f"INSERT {'OR REPLACE ' if table in _UNIQUE else ''}INTO {table} VALUES ({', '.join('?' * len(columns))})"
+        for table, columns in _COLUMNS.items()
+    },
 }
 
 
@@ -142,7 +147,8 @@ def create_run_db(path: Path, facts: Mapping[str, Any]) -> None:
         db.execute("BEGIN IMMEDIATE")
         db.execute("CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
         for table, columns in _COLUMNS.items():
-            db.execute(f"CREATE TABLE {table} ({', '.join(columns)})")
+            parts = [*columns, _UNIQUE[table]] if table in _UNIQUE else columns
+            db.execute(f"CREATE TABLE {table} ({', '.join(parts)})")
         db.executemany(_SET_FACT, [(key, _json(value)) for key, value in all_facts.items()])
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -251,7 +257,7 @@ class Journal:
         self._tell("groups", record)
 
     def ledger(self, step: int, tokens: Mapping[str, int], attempts: Mapping[str, int]) -> None:
-        """Where tokens and attempts have ended since the start of the run, by outcome; the last one told counts."""
+        """Where tokens and attempts have ended since the start of the run, by outcome; of a step told again, the last counts."""
         self._tell("ledger", [(step, outcome, int(count), int(attempts.get(outcome, 0))) for outcome, count in tokens.items()])
 
     def batch(self, record: BatchRecord) -> None:

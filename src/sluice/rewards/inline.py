@@ -23,7 +23,7 @@ class InlineScorer:
                 self._verifiers[domain] = build_verifier(config.verifier)
             except ConfigError:
                 raise
-            except Exception as err:
+            except (Exception, SystemExit) as err:
                 raise RewardError(f"the verifier of rewards.{domain} cannot be built: {describe(err)}") from err
         self._reward_keys = {domain: config.reward_key for domain, config in rewards.items()}
         self._counts = ScoreCounts()

@@ -28,7 +28,7 @@ JOB_HEADER: Final = struct.Struct("!QQ")  # number of the job, length of its pay
 
 
 def serve(connection: socket.socket, rewards: Mapping[str, RewardConfig]) -> None:
-    """Score jobs until the connection is closed. Raises nothing that a verifier can cause but a `KeyboardInterrupt` of its own making."""
+    """Score jobs until the connection is closed. Raises nothing that a verifier can cause."""
     verifiers: dict[str, tuple[Verifier, str | None]] = {}
     for domain, config in rewards.items():
         try:

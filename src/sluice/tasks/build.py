@@ -1,13 +1,15 @@
 """Builds the tasks of a run: reads every source, filters, labels, writes and tokenises prompts, and accounts for every row.
 
 A row meets these questions in turn, and the first that turns it away is counted (report.REASONS): the dataset filter, its domain (a label
-that leads to no domain stops the run), its answer, its prompt, its length, for validation whether it is a training prompt, and at last
-`num_samples` or `max_items`. Validation data meet no dataset filter; a held-out prompt that is empty, too long or without the answer that
-its verifier needs cannot be evaluated and is left out with a warning, never silently.
+that leads to no domain stops the run), its prompt (one that is no text stops the run), its answer, its length, for
+validation whether it is a training prompt, and at last `num_samples` or `max_items`. Validation data meet no dataset filter; a held-out
+prompt that is empty, too long or without the answer that its verifier needs cannot be evaluated and is left out with a warning, never
+silently.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,8 +82,8 @@ def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
     check_task_settings(config)
     writer = PromptWriter(config.tasks, tokenizer, tokenizer_place=config.model.path)
     labels = Labels(config.rewards)
-    train = _read("train", config.tasks.train, config, labels)
-    validation = _read("validation", config.tasks.validation, config, labels)
+    train = _read("train", config.tasks.train, config, labels, writer)
+    validation = _read("validation", config.tasks.validation, config, labels, writer)
     labels.require_known()
 
     room = config.dataset_filter.num_samples or None
@@ -117,7 +119,7 @@ def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
     )
 
 
-def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, labels: Labels) -> list[_Tally]:
+def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, labels: Labels, writer: PromptWriter) -> list[_Tally]:
     """Read every source of one part; what is left are candidates with their domain and answer."""
     dataset_filter = DatasetFilter(config.dataset_filter) if part == "train" else None
     comparing = {domain for domain, reward in config.rewards.items() if _compares(reward.verifier)}
@@ -138,6 +140,9 @@ def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, l
             if label is None:
                 continue
             domain, tag = label
+            if not writer.has_prompt(row, prompt_field=settings.prompt_field):
+                tally.dropped["empty_prompt"] += 1
+                continue
             answer = _answer(row, settings.answer_field, is_compared=domain in comparing)
             if answer is None and domain in comparing:
                 tally.dropped["missing_answer"] += 1
@@ -159,7 +164,8 @@ def _compares(verifier: VerifierConfig) -> bool:
 
 
 def _answer(row: Row, answer_field: str, *, is_compared: bool) -> str | None:
-    """The reference answer as text, numbers as Python writes them; None when the row has none (null, NaN, blank where it is compared).
+    """The reference answer as text, numbers as Python writes them; None when the row has none: null, NaN or an infinity, or blank
+    where it is compared.
 
     Where text is compared, true and false are refused, since "True", "true" and "1" are different answers, and so are lists and mappings.
     A verifier that does not compare finds such a value in `Task.entry`.
@@ -168,6 +174,8 @@ def _answer(row: Row, answer_field: str, *, is_compared: bool) -> str | None:
     if isinstance(value, str):
         return str(value) if value.strip() or not is_compared else None
     if value is MISSING or value is None or value != value:  # noqa: PLR0124 - NaN stands for a missing value in tables
+        return None
+    if isinstance(value, float | Decimal) and not math.isfinite(value):  # as NaN: what is left of a division by 0 equals no response
         return None
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         return str(value)

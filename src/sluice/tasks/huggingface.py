@@ -17,7 +17,7 @@ from sluice.config.models import TaskSourceConfig
 from sluice.config.problems import KeyPath, Problem, dotted, suggestion, told
 from sluice.errors import TaskError
 from sluice.tasks.base import Row, import_package, listed
-from sluice.tasks.jsonl import read_objects
+from sluice.tasks.jsonl import not_regular, one_of_each, read_objects, require_regular
 
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json")
 _NOT_DATA: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
@@ -85,11 +85,13 @@ def _splits(data: Path) -> list[str]:
 
 
 def _data_files(data: Path) -> list[tuple[str, Path]]:
-    """(split, file) of every data file, by name. Raises `TaskError` when there is none, or two kinds."""
+    """(split, file) of every data file, by name. Raises `TaskError` when there is none, one is no regular file, or there are two kinds."""
     expected = f"expected a folder of save_to_disk, or {', '.join(_SUFFIXES)} files"
     if not data.is_dir():
         if data.suffix.lower() not in _SUFFIXES:
             raise TaskError(f"{expected}, got the file {data}")
+        if not data.is_file():
+            raise TaskError(not_regular(data))
         return [("", data)]
     files = [
         file
@@ -97,8 +99,12 @@ def _data_files(data: Path) -> list[tuple[str, Path]]:
         if file.suffix.lower() in _SUFFIXES
         and file.name not in _NOT_DATA
         and not any(part.startswith(".") for part in file.relative_to(data).parts)
-        and file.is_file()
+        and file.exists()
+        and not file.is_dir()
     ]
+    for file in files:
+        if not file.is_file():
+            raise TaskError(not_regular(file))
     if not files:
         raise TaskError(f"{expected}, but {data} holds neither")
     if len({file.suffix.lower() == ".parquet" for file in files}) > 1:
@@ -134,6 +140,7 @@ def _saved(folder: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parquet(file: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    require_regular(file)
     parquet = import_package("pyarrow.parquet", "pyarrow", key)
     try:
         with parquet.ParquetFile(file) as data:
@@ -159,6 +166,7 @@ def _json(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _begins_with_bracket(file: Path) -> bool:
+    require_regular(file)
     try:
         with file.open("rb") as opened:
             return opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
@@ -168,10 +176,10 @@ def _begins_with_bracket(file: Path) -> bool:
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8-sig"))
+        return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=one_of_each)
     except OSError as err:
         raise TaskError(f"{file} cannot be read: {err.strerror or err}") from err
-    except (ValueError, RecursionError) as err:  # a decoding error is a ValueError
+    except (ValueError, RecursionError) as err:  # also a decoding error, and a key that stands twice
         raise TaskError(f"{file}: expected JSON in UTF-8, got something else: {err}") from err
 
 

@@ -1,8 +1,9 @@
 """A row becomes the text that the policy sees, and its tokens.
 
-First the prompt template (str.format over the row's fields; `{question}` is the prompt text and hides a field of that name), then, with
-`use_chat_template`, the tokenizer's chat template. A prompt given as chat messages keeps its messages; the prompt template is applied to
-the last one, the user's. The text carries at most one begin token, and no end token that the tokenizer appends: the policy is to write on.
+First the prompt template (str.format over the row's fields and the entries of mappings and lists in them, `{metadata[difficulty]}`, but
+no attributes; `{question}` is the prompt text and hides a field of that name), then, with `use_chat_template`, the tokenizer's chat
+template. A prompt given as chat messages keeps its messages; the prompt template is applied to the last one, the user's. The text
+carries at most one begin token, and no end token that the tokenizer appends: the policy is to write on.
 """
 
 from __future__ import annotations
@@ -51,14 +52,18 @@ class PromptWriter:
         self._begin, self._end, self._end_text = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token
         self.end_tokens_taken_off = 0  # prompts to which the tokenizer had appended its end token
 
+    def has_prompt(self, row: Row, *, prompt_field: str) -> bool:
+        """Whether the row holds the prompt text that the template needs. Raises `TaskError` for one that is neither text nor messages."""
+        return not self._reads_question or bool(self._question(row, prompt_field)[0].strip())
+
     def write(self, row: Row, *, prompt_field: str) -> str:
         """The text that the policy sees; "" when the prompt is empty or blank.
 
         Raises `TaskError` for a prompt that is neither text nor chat messages, `ConfigError` for a template that the row cannot fill.
         """
-        question, earlier = self._question(row, prompt_field)
-        if self._reads_question and not question.strip():
+        if not self.has_prompt(row, prompt_field=prompt_field):
             return ""
+        question, earlier = self._question(row, prompt_field)
         text = question if self._template == _PLAIN else self._filled(row, question)
         if not text.strip():
             return ""

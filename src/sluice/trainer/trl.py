@@ -9,6 +9,7 @@ Surprising, and found by trial: TRL's `completion_mask` is also what attention s
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
@@ -38,6 +39,8 @@ from sluice.trainer.base import BatchSource, OnStep, Publisher
 from sluice.types import Batch, Sample
 
 PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
+
+_NO_SAMPLE = "There seems not to be a single sample in your epoch_iterator"  # how transformers says that an epoch began without a batch
 
 _Tensors = dict[str, Any]
 
@@ -106,13 +109,14 @@ class SluiceGRPOTrainer(GRPOTrainer):
         """Train until the steps are done, the data end or `stop` is set.
 
         Raises:
-            TrainerError: log-probs of trainer and engine disagree, a loss or gradient is not finite, a batch is malformed, or the data
-                ended before the first step.
+            TrainerError: log-probs of trainer and engine disagree, a loss or gradient is not finite, a batch is malformed, a checkpoint
+                could not be written, or the data ended before the first step.
         """
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
         before = self.state.global_step
-        result = super().train(*args, **kwargs)
+        with _without_advice_on_iterators():
+            result = super().train(*args, **kwargs)
         if self.state.global_step == before and not self._stop.is_set():
             raise TrainerError(
                 f"expected at least one batch, got none: the source ended at step {before} before the first update, so nothing was "
@@ -129,8 +133,13 @@ class SluiceGRPOTrainer(GRPOTrainer):
         return state
 
     def save_policy(self, folder: Path) -> None:
-        """Write model (with LoRA: the adapter) and tokenizer as `save_pretrained` does, to be loaded by path."""
-        with _quiet():
+        """Write model (with LoRA: the adapter) and tokenizer as `save_pretrained` does, to be loaded by path.
+
+        Raises:
+            TrainerError: they could not be written.
+        """
+        with _quiet(), _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)  # save_pretrained merely logs that a file is in its way
             self._model().save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
 
@@ -360,7 +369,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._publisher.publish(self.policy_state(), self.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with _quiet():
+        with _quiet(), _writing(Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -497,8 +506,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
             if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{wanted}, but loading {folder} failed: {error} - save it again") from error
+    except Exception as error:  # torch, safetensors, transformers and the operating system each have their own
+        raise ConfigError(f"{wanted}, but loading {folder} failed with {type(error).__name__}: {error} - save it again") from error
     return model, tokenizer
 
 
@@ -575,6 +584,33 @@ def _describe_gap(logprobs: torch.Tensor, tensors: _Tensors, gap: torch.Tensor, 
 
 def _rewards_come_with_the_batch(**_: Any) -> list[float | None]:
     raise AssertionError("rewards are computed before a batch is made; TRL must not ask for them")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Every way in which a disk refuses, as an error that names the folder: each library has a class of its own for it."""
+    try:
+        yield
+    except Exception as error:
+        raise TrainerError(
+            f"expected to write the policy to {folder}, got {type(error).__name__}: {error} - what is in the folder is incomplete: free "
+            "space, check the permissions, or choose another disk with records.root"
+        ) from error
+
+
+@contextmanager
+def _without_advice_on_iterators() -> Iterator[None]:
+    """While training: not the one line in which transformers explains iterable data sets to whoever ends before the first batch."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return _NO_SAMPLE not in record.getMessage()
+
+    logger = logging.getLogger("transformers.trainer")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @contextmanager
