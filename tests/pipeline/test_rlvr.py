@@ -100,6 +100,16 @@ def write_recipe(folder: Path, model: Path, *, rows: int = 200, **changes: Any) 
     return file
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture
+def before_the_run() -> set[psutil.Process]:
+    """Processes that earlier tests left running."""
+    return children()
+
+
 def play(folder: Path, model: Path, **changes: Any) -> tuple[RunResult, Recorder, RlvrConfig]:
     file = write_recipe(folder, model, **changes)
     config = load_config(file)
@@ -107,7 +117,9 @@ def play(folder: Path, model: Path, **changes: Any) -> tuple[RunResult, Recorder
     return train(config, config_path=file, display=display), display, config
 
 
-def test_a_whole_run_learns_fills_every_batch_and_accounts_for_every_token(tmp_path: Path, model: Path) -> None:
+def test_a_whole_run_learns_fills_every_batch_and_accounts_for_every_token(
+    tmp_path: Path, model: Path, before_the_run: set[psutil.Process]
+) -> None:
     result, display, config = play(tmp_path, model)
     before, after = (over_all(results.values()).mean for results in display.validations)
     assert before is not None
@@ -133,7 +145,7 @@ def test_a_whole_run_learns_fills_every_batch_and_accounts_for_every_token(tmp_p
     assert all(len(set(json.loads(row[0]))) == 1 for row in dropped)
     assert len(list(read_metrics(result.folder / "metrics.jsonl"))) >= 8
     assert load_config(result.folder / "config.yaml") == config
-    assert not psutil.Process().children(recursive=True)
+    assert children() <= before_the_run
 
 
 def test_the_trained_model_is_saved_and_starts_another_run_where_it_left_off(tmp_path: Path, model: Path) -> None:
@@ -160,7 +172,9 @@ def test_case_33_the_end_of_the_data_trains_the_rest_and_ends_the_run(tmp_path: 
     assert read_summary(result.folder / "run.db").status == "finished"
 
 
-def test_filters_that_reject_everything_end_the_run_by_the_bound_with_the_reasons(tmp_path: Path, model: Path) -> None:
+def test_filters_that_reject_everything_end_the_run_by_the_bound_with_the_reasons(
+    tmp_path: Path, model: Path, before_the_run: set[psutil.Process]
+) -> None:
     always = {"type": "tests.pipeline.verifiers.always_right"}
     with pytest.raises(ResampleError, match=r"kept 0 of 12 judged[\s\S]*low_information/no_spread 12"):
         play(tmp_path, model, rewards__letters__verifier=always, resampling__max_resample_rounds=3, tasks__validation=[])
@@ -168,10 +182,12 @@ def test_filters_that_reject_everything_end_the_run_by_the_bound_with_the_reason
     summary = read_summary(run_db)
     assert summary.status == "failed"
     assert summary.engine_tokens == summary.tokens
-    assert not psutil.Process().children(recursive=True)
+    assert children() <= before_the_run
 
 
-def test_case_132_verifiers_that_never_return_are_counted_and_the_run_ends_by_the_bound(tmp_path: Path, model: Path) -> None:
+def test_case_132_verifiers_that_never_return_are_counted_and_the_run_ends_by_the_bound(
+    tmp_path: Path, model: Path, before_the_run: set[psutil.Process]
+) -> None:
     stuck = {"type": "tests.pipeline.verifiers.never_returns"}
     with pytest.raises(ResampleError, match="responses rejected: reward_timeout"):
         play(
@@ -186,7 +202,7 @@ def test_case_132_verifiers_that_never_return_are_counted_and_the_run_ends_by_th
             reward_pool={"workers": 2},
             tasks__validation=[],
         )
-    assert not psutil.Process().children(recursive=True)
+    assert children() <= before_the_run
 
 
 def test_a_dry_run_shows_one_group_and_its_verdict(tmp_path: Path, model: Path) -> None:
