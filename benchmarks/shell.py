@@ -22,6 +22,7 @@ from sluice.config.models import FilterConfig, RewardConfig, VerifierConfig
 from sluice.execution import LocalShell
 from sluice.filters import build_domain_filters
 from sluice.generation import NullEngine, answers
+from sluice.pipeline.collector import calm_garbage_collector
 from sluice.records import Journal, RunFolder
 from sluice.rewards import Score
 from sluice.scheduler import Scheduler, SchedulerConfig
@@ -95,7 +96,8 @@ def main() -> None:
     groups = parser.parse_args().groups
     with tempfile.TemporaryDirectory() as root, RunFolder.create(Path(root), "shell", 0, "{}") as folder:
         journal = Journal(folder.run_db)
-        members, wall, cpu, shell = asyncio.run(play(groups, journal))
+        with calm_garbage_collector():  # as every run does
+            members, wall, cpu, shell = asyncio.run(play(groups, journal))
         journal.close("finished")
     reference = plain_updates_per_second()
     print(f"members {members:,}  wall {wall:.2f} s  processor {cpu:.2f} s  peak memory {resident_mib():.0f} MiB")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Final, Protocol
 
@@ -137,7 +138,10 @@ class LocalShell:
     def _tell(self, event: ev.Event) -> None:
         """Tell the machine one event and carry out all that follows from it, in order."""
         try:
-            todo = deque(self._handle(event))
+            instructions = self._handle(event)
+            if not instructions:  # most events: a member of a group that is not whole yet
+                return
+            todo = deque(instructions)
             while todo:
                 instruction = todo.popleft()
                 kind = type(instruction)
@@ -230,7 +234,7 @@ class LocalShell:
         )
         member = _Member(launch, handle, self._loop.time())
         self._members[launch.attempt_id] = member
-        handle.future.add_done_callback(lambda future: self._generated(member, future))
+        handle.future.add_done_callback(partial(self._generated, member))
 
     def _generated(self, member: _Member, future: asyncio.Future[Generation]) -> None:
         error = None if future.cancelled() else future.exception()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from sluice.types import FinishReason, Logprobs, TokenIds
 
 Purpose = Literal["train", "validation"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One continuation to sample."""
+class GenerationRequest(NamedTuple):
+    """One continuation to sample. A named tuple, as `Generation` is: one is made for every attempt, and this is twice as fast."""
 
     request_id: int  # unique among open requests of the same purpose
     prompt_ids: TokenIds  # [P], P >= 1
@@ -24,8 +22,7 @@ class GenerationRequest:
     purpose: Purpose = "train"  # which counter its tokens go to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(NamedTuple):
     """What was sampled for one request. The arrays are not shared with the engine."""
 
     request_id: int

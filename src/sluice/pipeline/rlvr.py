@@ -21,6 +21,7 @@ from sluice.execution import LocalShell, ValidationResult, validate
 from sluice.filters import DomainFilters, build_domain_filters
 from sluice.generation import Engine, SlotEngine
 from sluice.generation.tokenizer import load_tokenizer
+from sluice.pipeline.collector import calm_garbage_collector
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.interrupt import Interrupt
 from sluice.pipeline.loop_thread import LoopThread, Stopped
@@ -156,7 +157,8 @@ def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResu
         journal = Journal(folder.run_db)
         try:
             run = _Run(config, parts, folder, journal, display, stop)
-            run.play()
+            with calm_garbage_collector():
+                run.play()
         except BaseException as error:
             status: Literal["stopped", "failed"] = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
             try:
