@@ -1,0 +1,43 @@
+"""What the README shows works as shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from sluice.config import parse_config
+from sluice.filters import build_domain_filters
+from sluice.rewards import check_rewards
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_configuration_shown_is_accepted_with_its_filters_and_verifiers(tmp_path: Path) -> None:
+    config = parse_config(yaml.safe_load(block("yaml")), folder=tmp_path)
+    check_rewards(config.rewards)
+    assert set(build_domain_filters(config.rewards, config.num_return_sequences_in_group)) == {"math", "sums"}
+
+
+def test_the_library_example_gives_what_its_comments_say() -> None:
+    names: dict[str, object] = {}
+    exec(block("python"), names)
+    verdict = names["verdict"]
+    assert (verdict.keep, verdict.reason) == (True, "kept")  # type: ignore[attr-defined]
+    keep_informative = names["keep_informative"]
+    assert keep_informative.judge([0.1, 0.1, 0.1]).reason == "no_spread"  # type: ignore[attr-defined]
+    assert list(names["advantages"])[-2:] == [0.0, 0.0]  # type: ignore[call-overload]
+
+
+def test_both_commands_are_targets_of_the_makefile() -> None:
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+    for target in ("train", "test"):
+        assert f"make {target}" in README
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
