@@ -31,6 +31,21 @@ def test_the_filter_in_ten_lines_works_as_written(tmp_path: Path, monkeypatch: p
         build_query_filter({"type": "best_filter", "filter_args": {"msot": 0.9}})
 
 
+@pytest.mark.parametrize("future", ["from __future__ import annotations\n", ""])
+def test_the_filter_of_the_architecture_page_works_with_and_without_postponed_annotations(
+    future: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), flags=re.DOTALL)
+    name = f"example_of_architecture_{bool(future)}"
+    (tmp_path / f"{name}.py").write_text(code.replace("from __future__ import annotations\n", future))
+    monkeypatch.syspath_prepend(tmp_path)
+    written = importlib.import_module(name).CalmFilter
+    monkeypatch.setattr(build, "QUERY_FILTERS", {**build.QUERY_FILTERS, "calm_filter": written})
+    judge = build_query_filter({"type": "calm_filter", "filter_args": {"most": 0.4}}).judge
+    assert judge([1.0, 0.9]).keep
+    assert judge([1.0, 0.0]).reason == "too_noisy"
+
+
 def test_the_changelog_has_the_version() -> None:
     assert f"## [{sluice.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -176,8 +176,11 @@ def _checked(cls: type[Filter[Any]], arguments: Mapping[str, Any], context: Filt
     _refuse_unknown(arguments, tuple(known), cls.name, context.where)
     checked: dict[str, Any] = {}
     for name, field in known.items():
-        declared = str(field.type)
+        # Text under `from __future__ import annotations`, else a class or a union.
+        declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         optional = declared.endswith(" | None")
+        if declared.removesuffix(" | None") not in ARGUMENT_TYPES:
+            raise TypeError(f"{cls.__name__}.{name}: a filter's argument must be one of {list(ARGUMENT_TYPES)}, got {declared}")
         expected, convert = ARGUMENT_TYPES[declared.removesuffix(" | None")]
         if name not in arguments or (optional and arguments[name] is None):
             if name not in arguments and not optional and field.default is field.default_factory:  # both MISSING
