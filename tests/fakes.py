@@ -130,6 +130,7 @@ class MachinePlayer:
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    instructions: list[ev.Instruction] = field(default_factory=list)  # all, in the order in which they were carried out
     launches: list[ev.LaunchMember] = field(default_factory=list)
     engine_tokens: int = 0  # the independent count
     now: float = 0.0
@@ -153,6 +154,7 @@ class MachinePlayer:
         todo = list(self.scheduler.handle(event, self.now))
         while todo:
             instruction = todo.pop(0)
+            self.instructions.append(instruction)
             match instruction:
                 case ev.DrawTask():
                     drawn = self.source.draw()

@@ -36,6 +36,10 @@ def test_the_library_example_gives_what_its_comments_say() -> None:
     assert list(names["advantages"])[-2:] == [0.0, 0.0]  # type: ignore[call-overload]
 
 
+def test_every_figure_is_filled_in() -> None:
+    assert "@@" not in README
+
+
 def test_both_commands_are_targets_of_the_makefile() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
     for target in ("train", "test"):

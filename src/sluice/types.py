@@ -41,14 +41,14 @@ class Task:
     task_id: str  # unique in the run's data; the same prompt keeps it in every epoch
     domain: str  # reward domain: selects verifier and filters
     prompt: str  # the text the policy sees, templates applied
-    prompt_ids: TokenIds  # [P]
+    prompt_ids: TokenIds = field(compare=False)  # [P]
     answer: str | None = None  # the reference answer; None when the verifier needs none
     entry: Mapping[str, Any] = field(default_factory=lambda: EMPTY)  # the raw data row, for the verifier; picklable
     tag: str | None = None  # label in the data that `tag_included` mapped to the domain; None: labelled by domain
     difficulty: float | None = None  # None: the data gives none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # arrays have no one answer to `==`: turns are compared by identity
 class Turn:
     """One generation of the policy, with the tokens that were put before it."""
 
@@ -112,11 +112,11 @@ class Group:
 
     group_id: int  # unique in the run
     task: Task
-    rollouts: tuple[Rollout, ...]  # by member_index
+    rollouts: tuple[Rollout, ...]  # in order of member_index, which may have gaps where members were lost
     start_step: int  # global_step at launch
     round: int  # 1 for the groups first asked for, n + 1 for the replacement of a group of round n
     epoch: int  # pass over the data in which the task was drawn
-    counted: tuple[bool, ...]  # [G] which members enter statistics: scored, and not masked as truncated
+    counted: tuple[bool, ...]  # parallel to rollouts: which of them enter statistics: scored, and not masked as truncated
 
     @property
     def rewards(self) -> Rewards:
@@ -168,7 +168,7 @@ class Verdict:
         return cls(keep=False, reason=reason, category=category, source=source, evidence=evidence)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # arrays, as in a turn
 class Sample:
     """One row of a training batch: one rollout as the trainer sees it."""
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.config.models import FilterConfig
-from sluice.errors import FilterError, GenerationError, ResampleError
+from sluice.errors import FilterError, GenerationError, RecordError, ResampleError, RewardError
 from sluice.execution import LocalShell, validate
 from sluice.execution.clock import run
 from sluice.generation import Answer, GenerationRequest, NullEngine, answers
@@ -402,6 +402,41 @@ def test_case_138_validation_gives_exactly_one_result_per_item_and_repeat_withou
         assert sum(result.reward_sum for result in results.values()) == 3.0
         assert engine.sampled_tokens("train") == 0
         assert engine.sampled_tokens("validation") == sum(result.sampled_tokens for result in results.values())
+
+    run(main())
+
+
+def test_an_evaluation_that_cannot_go_on_raises_the_one_reason_and_not_a_group_of_them() -> None:
+    async def main() -> None:
+        def answer(call: int) -> Score:
+            raise RewardError("no worker can be started")
+
+        with pytest.raises(RewardError, match="no worker"):
+            await validate(
+                [make_task(f"v{i}") for i in range(20)],
+                engine=NullEngine(),
+                scorer=FunctionScorer(answer),
+                decode=str,
+                response_length=8,
+                temperature=0.0,
+            )
+
+    run(main())
+
+
+def test_what_breaks_after_the_last_batch_is_raised_when_the_shell_is_closed_and_only_once() -> None:
+    class FullJournal(ListJournal):
+        def group(self, record: GroupRecord) -> None:
+            raise RecordError("the disk is full")
+
+    async def main() -> None:
+        shell = make_shell()
+        await shell.next_batch(2)
+        shell.journal = FullJournal()
+        shell.step_advanced(1)
+        with pytest.raises(RecordError, match="the disk is full"):
+            await shell.close()
+        await shell.close()
 
     run(main())
 

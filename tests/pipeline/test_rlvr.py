@@ -262,13 +262,3 @@ def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(
     assert summary.engine_tokens == summary.tokens
     assert (run_db.parent / "model" / "config.json").is_file()
     assert not psutil.wait_procs(children, timeout=5)[1]
-
-
-def test_a_second_interrupt_ends_the_process_at_once_and_no_worker_stays(tmp_path: Path, model: Path, start: Start) -> None:
-    process = start(write_recipe(tmp_path, model, trainer__max_steps=100_000, trainer__learning_rate=1e-6))
-    wait_for_steps(tmp_path / "runs", process, 1)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == 130
-    assert not psutil.wait_procs(children, timeout=5)[1]

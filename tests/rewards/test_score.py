@@ -118,7 +118,7 @@ def test_a_reward_that_training_in_float32_cannot_hold_says_so():
     score = make_score({"acc": 1e200, "big": 1e200}, reward_key="acc")
     assert score.failure is not None
     assert "1e+200, training is done in float32, which ends at 3.4028235e+38" in score.failure.detail
-    assert score.metrics == {"big": 1e200}
+    assert score.metrics == {"acc": 1e200, "big": 1e200}
 
 
 # ---------------------------------------------------------------- mappings
@@ -128,7 +128,7 @@ def test_case_13_of_a_mapping_the_reward_key_is_the_reward_and_the_other_numbers
     answers = [{"acc": 1, "fmt": 0}, {"acc": 0, "fmt": 1}]
     assert [make_score(a, reward_key="acc").reward for a in answers] == [1.0, 0.0]
     assert [make_score(a, reward_key="fmt").reward for a in answers] == [0.0, 1.0]
-    assert make_score(answers[0], reward_key="acc").metrics == {"fmt": 0.0}
+    assert make_score(answers[0], reward_key="acc").metrics == {"acc": 1.0, "fmt": 0.0}
 
 
 def test_case_13_without_a_reward_key_the_failure_names_the_option_and_the_fields_seen():
@@ -151,7 +151,7 @@ def test_case_13_bools_and_numpy_scalars_count_as_numbers_and_text_is_no_metric(
     answer = {"acc": np.bool_(True), "fmt": True, "n": np.int64(3), "why": "because", "spread": math.nan, "missing": None}
     score = make_score(answer, reward_key="acc")
     assert score.reward == 1.0
-    assert score.metrics == {"fmt": 1.0, "n": 3.0}
+    assert score.metrics == {"acc": 1.0, "fmt": 1.0, "n": 3.0}
 
 
 @pytest.mark.parametrize(

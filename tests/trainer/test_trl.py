@@ -625,13 +625,12 @@ def test_the_schedule_and_the_optimiser_are_the_configured_ones(model_folder: Pa
         adam_beta2=0.95,
         max_grad_norm=0.5,
         loss_type="grpo",
-        epsilon=0.3,
         beta=0.01,
     )
     args = grpo_config(config, tmp_path)
     assert (args.max_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type) == (7, 0.02, 3, "linear")
     assert (args.weight_decay, args.adam_beta1, args.adam_beta2, args.max_grad_norm) == (0.1, 0.8, 0.95, 0.5)
-    assert (args.loss_type, args.epsilon, args.beta, args.temperature, args.max_completion_length) == ("grpo", 0.3, 0.01, 0.7, 6)
+    assert (args.loss_type, args.beta, args.temperature, args.max_completion_length) == ("grpo", 0.01, 0.7, 6)
     assert (args.seed, args.bf16, args.report_to, args.ignore_data_skip) == (42, False, [], True)
 
 

@@ -193,7 +193,6 @@ class TrainerConfig(Section):
     micro_batch_size: int = Field(default=64, ge=1, le=MOST_MICRO_BATCH_ROWS)  # rows in one forward and backward pass
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo"] = "dapo"
     beta: float = Field(default=0.0, ge=0)  # weight of the KL term against the starting policy
-    epsilon: float = Field(default=0.2, gt=0)  # clipping of the ratio
     bf16: bool = False
     torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     advantage: AdvantageConfig = AdvantageConfig()

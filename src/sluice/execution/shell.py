@@ -97,6 +97,7 @@ class LocalShell:
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
         self._untold: dict[int, int] = {}  # attempt_id -> tokens of rollouts on which the machine or a filter broke
         self._error: BaseException | None = None
+        self._is_error_told = False
         self._is_shut_down = False
         self._warned: set[str] = set()
         self._closed = False
@@ -111,6 +112,7 @@ class LocalShell:
         Raises ResampleError when a bound is reached under `on_exhausted: raise`, and whatever broke the run otherwise.
         """
         if self._error is not None:
+            self._is_error_told = True
             raise self._error
         if self._closed:
             raise SluiceError("the shell is closed: no further batch can be filled")
@@ -123,7 +125,10 @@ class LocalShell:
         self._tell(ev.StepAdvanced(step=step, useful_groups=useful_groups, useful_tokens=useful_tokens))
 
     async def close(self) -> None:
-        """Cancel and account for everything; bounded in time, idempotent. A waiting `next_batch` is cancelled."""
+        """Cancel and account for everything; bounded in time, idempotent. A waiting `next_batch` is cancelled.
+
+        Raises what broke since the last `next_batch`, and was therefore told to nobody.
+        """
         if not self._closed:
             self._closed = True
             if self._batch is not None and not self._batch.done():
@@ -132,6 +137,9 @@ class LocalShell:
         pending = [member.handle.future for member in self._let_go] + list(self._cancelled_scores)
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
+        if self._error is not None and not self._is_error_told:
+            self._is_error_told = True
+            raise self._error
 
     # ------------------------------------------------------------ the machine
 
@@ -219,6 +227,7 @@ class LocalShell:
         self._shut_down()
         if self._batch is not None and not self._batch.done():
             self._batch.set_exception(error)
+            self._is_error_told = True
 
     # ------------------------------------------------------------ members
 

@@ -49,7 +49,10 @@ async def validate(
     seed: int = 0,
     on_result: Callable[[int, int], None] | None = None,
 ) -> dict[str, ValidationResult]:
-    """Generate and score every task `repeats` times; results by domain. temperature 0 is greedy."""
+    """Generate and score every task `repeats` times; results by domain. temperature 0 is greedy.
+
+    Raises what broke first when engine or scorer break as a whole.
+    """
     done = 0
 
     async def one(request_id: int, task: Task, repeat: int) -> tuple[str, _Row]:
@@ -75,12 +78,15 @@ async def validate(
             on_result(done, len(tasks) * repeats)
         return task.domain, (score.reward, score.failure, generation)
 
-    async with asyncio.TaskGroup() as group:
-        running = [
-            group.create_task(one(repeat * len(tasks) + index, task, repeat), name=f"validate {task.task_id} #{repeat}")
-            for repeat in range(repeats)
-            for index, task in enumerate(tasks)
-        ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(one(repeat * len(tasks) + index, task, repeat), name=f"validate {task.task_id} #{repeat}")
+                for repeat in range(repeats)
+                for index, task in enumerate(tasks)
+            ]
+    except BaseExceptionGroup as broken:  # a thousand items break for the one reason
+        raise broken.exceptions[0] from None
     results: dict[str, list[_Row]] = {}
     for task in running:
         domain, row = task.result()

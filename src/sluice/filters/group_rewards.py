@@ -52,12 +52,12 @@ def read_group(group: Group, context: FilterContext) -> RewardStats:
     if context.metric is None:
         values: list[Any] = [rollout.reward for rollout in group.rollouts]
     else:
-        values = [
-            _entry(rollout.metrics, f"member {rollout.member_index} of group {group.group_id} (task {group.task.task_id!r})", context)
-            if counted
-            else None
-            for rollout, counted in zip(group.rollouts, group.counted, strict=True)
-        ]
+        metric = context.metric
+        members = [rollout for rollout, counted in zip(group.rollouts, group.counted, strict=True) if counted]
+        scored = [rollout for rollout in members if rollout.failure is None]
+        if scored and not any(metric in rollout.metrics for rollout in members):  # else it is missing for single members: no evidence
+            _entry(scored[0].metrics, f"no member of group {group.group_id} (task {group.task.task_id!r}) has it: the first one", context)
+        values = [rollout.metrics.get(metric) for rollout in group.rollouts]
     size = len(values)
     if False in group.counted:
         values = list(compress(values, group.counted))

@@ -32,8 +32,8 @@ class RewardRange(RolloutFilter):
         metric = self.context.metric
         if metric is None or rollout.reward is None:
             reward = rollout.reward
-        elif metric in rollout.metrics:
-            reward = rollout.metrics[metric]
+        elif metric in rollout.metrics or rollout.failure is not None:  # timed out, with a reward by setting: it has no metrics
+            reward = rollout.metrics.get(metric)
         else:
             raise FilterError(
                 f"{self.context.where}.metric is {metric!r}, but attempt {rollout.attempt_id} (task {rollout.task_id!r}) has only the "

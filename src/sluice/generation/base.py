@@ -72,5 +72,8 @@ class Engine(Protocol):
     def sampled_tokens(self, purpose: Purpose) -> int:
         """Every token ever sampled for that purpose: the engine's own count, against which the ledger must sum."""
 
+    def metrics(self) -> dict[str, float]:
+        """What it has done since the start, under names that begin with `engine/`."""
+
     def close(self) -> None:
         """Fail open requests with `GenerationError` and free threads and memory; bounded in time, idempotent."""

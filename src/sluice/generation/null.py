@@ -131,6 +131,10 @@ class NullEngine:
         """Every token ever sampled for that purpose, those of open requests included."""
         return self._settled[purpose] + sum(h.sampled_tokens for h in self._open if h.request.purpose == purpose)
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing to tell."""
+        return {}
+
     def submit(self, request: GenerationRequest) -> NullHandle:
         """Take a request; needs a running event loop. An answer without latency resolves before this returns."""
         if self._stopped is not None:

@@ -1,8 +1,8 @@
 """An RLVR run from its configuration to its summary: everything is built here, nothing is decided here.
 
-Order: tokenizer, tasks, filters and verifiers, the engine's own model (all that can be wrong is wrong before a run folder exists), then the
-run folder and journal, the loop with scorer and shell, the trainer; evaluate, train, evaluate, save. Whatever ends the run, the shell is
-closed, every token is accounted for, and the ledger is compared with the engine's own count.
+Order: filters and verifiers, the engine's own model, tokenizer and tasks (nearly all that can be wrong is wrong before a run folder
+exists), then the run folder and journal, the loop with scorer and shell, the trainer; evaluate, train, save, evaluate. Whatever ends the
+run, the shell is closed, every token is accounted for, and the ledger is compared with the engine's own count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from sluice.config import RlvrConfig, check_config, to_yaml
-from sluice.errors import SluiceError
+from sluice.errors import RewardError, SluiceError, TrainerError
 from sluice.execution import LocalShell, ValidationResult, validate
 from sluice.filters import DomainFilters, build_domain_filters
 from sluice.generation import Engine, SlotEngine
@@ -24,12 +24,16 @@ from sluice.generation.tokenizer import load_tokenizer
 from sluice.pipeline.collector import calm_garbage_collector
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.interrupt import Interrupt
+from sluice.pipeline.log_to_run import LogToRun
 from sluice.pipeline.loop_thread import LoopThread, Stopped
 from sluice.records import ENGINE_TOKENS, MAX_STEPS, BatchRecord, Journal, RunFolder, Sinks, build_sinks
 from sluice.rewards import Scorer, build_scorer, check_rewards
 from sluice.scheduler import Scheduler, SchedulerConfig
 from sluice.tasks import LoadedTasks, build_tasks
-from sluice.types import Task, TokenIds, Verdict
+from sluice.types import Group, Task, TokenIds, Verdict
+
+if TYPE_CHECKING:
+    from sluice.trainer.trl import SluiceGRPOTrainer
 
 CLOSE_S: Final = 15.0  # most seconds for closing shell and workers at the end of a run
 
@@ -138,7 +142,7 @@ def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResu
     """Run a recipe to its end, or until it is interrupted, in the calling (main) thread.
 
     Raises:
-        ConfigError, TaskError: the configuration or the data are wrong; nothing has been written then.
+        ConfigError, TaskError: the configuration or the data are wrong; nothing has been trained then.
         SluiceError: the run broke; its folder keeps what was recorded until then, with status "failed".
     """
     check_config(config)
@@ -150,14 +154,18 @@ def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResu
         stack.callback(parts.engine.close)
         folder = stack.enter_context(
             RunFolder.create(
-                config.records.root, config.exp_name, config.seed, to_yaml(config), facts={MAX_STEPS: config.trainer.max_steps}
+                config.records.root,
+                config.exp_name,
+                config.seed,
+                to_yaml(config),
+                facts={MAX_STEPS: config.trainer.max_steps, "recipe": config_path.name},
             )
         )
         display.message(f"run folder: {folder.path}")
         journal = Journal(folder.run_db)
         try:
             run = _Run(config, parts, folder, journal, display, stop)
-            with calm_garbage_collector():
+            with calm_garbage_collector(), LogToRun(run.warn):
                 run.play()
         except BaseException as error:
             status: Literal["stopped", "failed"] = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -186,14 +194,15 @@ class _Run:
         self.display = display
         self.stop = stop
         self.steps = 0
-        self.sinks = Sinks(journal, build_sinks(folder, config.records), self._warn)
+        self.sinks = Sinks(journal, build_sinks(folder, config.records), self.warn)
         self.scheduler = Scheduler(scheduler_config(config), parts.filters)
         for text in parts.tasks.report.warnings:
-            self._warn(text)
-            journal.event("warning", text)
+            self.warn(text)
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Show a warning, and write it down."""
         self.display.message(text, "warning")
+        self.journal.event("warning", text)
 
     def play(self) -> None:
         """Evaluate, train, evaluate, save; account for everything on every way out."""
@@ -216,16 +225,31 @@ class _Run:
                 )
                 self._validate(0)
                 if not self.stop.is_set():
-                    try:
-                        trainer.train()
-                    finally:
-                        if self.steps:  # also when a later batch could not be filled: what was learnt is kept
-                            self.display.phase("saving")
-                            trainer.save_policy(self.folder.model)
+                    self._train(trainer)
                 if self.steps:
                     self._validate(self.steps)
-            finally:
-                self._close(time.monotonic() - started)
+            except BaseException as error:
+                for problem in self._close(time.monotonic() - started):
+                    error.add_note(f"and while closing: {type(problem).__name__}: {problem}")
+                raise
+            problems = self._close(time.monotonic() - started)
+            if problems:
+                raise problems[0]
+
+    def _train(self, trainer: SluiceGRPOTrainer) -> None:
+        """Train and save; also when a later batch could not be filled: what was learnt is kept."""
+        try:
+            trainer.train()
+        except BaseException as error:
+            if self.steps:
+                try:
+                    trainer.save_policy(self.folder.model)
+                except TrainerError as second:
+                    error.add_note(f"and the trained model could not be saved: {second}")
+            raise
+        if self.steps:
+            self.display.phase("saving")
+            trainer.save_policy(self.folder.model)
 
     def _build_shell(self) -> tuple[Scorer, LocalShell]:
         scorer = build_scorer(self.config.rewards, self.config.reward_pool)
@@ -239,7 +263,7 @@ class _Run:
             response_length=self.config.response_length,
             temperature=self.config.engine.temperature,
             on_change=self._show_filling,
-            on_warning=self._warn,
+            on_warning=lambda text: self.display.message(text, "warning"),  # the shell has written it down
         )
         return scorer, shell
 
@@ -266,7 +290,7 @@ class _Run:
                 fill_s=self.feed.fill_s,
             )
         )
-        reports = self.loop.do(lambda: (self.scheduler.ledger.metrics(), self.scorer.metrics()))
+        reports = self.loop.do(lambda: (self.scheduler.ledger.metrics(), self.scorer.metrics(), self.parts.engine.metrics()))
         written = self.sinks.write(step, metrics, self.feed.filling, *reports, {"time/fill_seconds": self.feed.fill_s})
         self._record_ledger(step)
         self.display.step(step, written)
@@ -303,15 +327,30 @@ class _Run:
         for domain, result in results.items():
             for reason, count in result.unscored.items():
                 detail = result.details.get(reason, "")
-                self._warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
+                self.warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
         self.journal.validation(step, results)
         self.display.validation(step, results)
         self.sinks.write(step, {f"validation/{domain}/reward_mean": result.mean for domain, result in results.items()})
 
-    def _close(self, seconds: float) -> None:
-        """Account for everything, whatever happened."""
-        self.loop.run(self.shell.close(), CLOSE_S)
-        self.loop.run(self.scorer.close(), CLOSE_S)
+    def _close(self, seconds: float) -> list[Exception]:
+        """Account for everything, whatever happened: each part is closed even if another one cannot be. Returns what went wrong."""
+        problems: list[Exception] = []
+        parts: tuple[Callable[[], None], ...] = (
+            lambda: self.loop.run(self.shell.close(), CLOSE_S),
+            lambda: self.loop.run(self.scorer.close(), CLOSE_S),
+            lambda: self._account(seconds),
+            self.sinks.close,
+        )
+        for close in parts:
+            try:
+                close()
+            except TimeoutError:
+                problems.append(RewardError(f"sampling and scoring did not stop within {CLOSE_S:.0f} s - an inline verifier may be stuck"))
+            except Exception as error:  # noqa: BLE001 - the other parts are closed first, then it is raised
+                problems.append(error)
+        return problems
+
+    def _account(self, seconds: float) -> None:
         self._record_ledger(self.steps)
         ledger = self.scheduler.ledger
         sampled = self.parts.engine.sampled_tokens("train")
@@ -322,7 +361,16 @@ class _Run:
             text = f"the ledger accounts for {ledger.total_tokens} sampled tokens, the engine counted {sampled}: please report this"
             self.journal.event("error", text)
             self.display.message(text, "error")
-        self.sinks.close()
+
+
+def _verdict(filters: DomainFilters, group: Group) -> Verdict:
+    """What a run would make of a group whose rejected members could not be replaced."""
+    for rollout in group.rollouts:
+        if rollout.reward is None:
+            return Verdict.dropped("incomplete", "invalid", "scheduler")
+        if filters.response is not None and not (verdict := filters.response.judge(rollout)).keep:
+            return verdict
+    return filters.query.judge(group)
 
 
 def dry_run(config: RlvrConfig) -> DryRun:
@@ -350,7 +398,7 @@ def dry_run(config: RlvrConfig) -> DryRun:
             finally:
                 loop.run(scorer.close(), CLOSE_S)
         started = time.monotonic()
-        verdict = parts.filters[task.domain].query.judge(group)
+        verdict = _verdict(parts.filters[task.domain], group)
         seconds["judge"] = time.monotonic() - started
     finally:
         parts.engine.close()

@@ -27,7 +27,7 @@ def make_score(answer: object, *, reward_key: str | None = None, seconds: float 
     """Read what a verifier answered as a reward, or say why it is none.
 
     A number is a reward: bool, int, float, Fraction, Decimal, numpy scalars, arrays and tensors without dimensions. Of a mapping the entry
-    `reward_key` is the reward and the other finite numbers are metrics. A number is taken as it is when a `reward_key` is set, so that a
+    `reward_key` is the reward and every finite number is a metric. A number is taken as it is when a `reward_key` is set, so that a
     verifier may answer 0.0 where it has nothing to take apart.
 
     Reasons of failure: `reward_missing` (None), `reward_not_finite` (NaN, infinite, or beyond `LARGEST_REWARD`), `reward_key_missing`,
@@ -123,7 +123,7 @@ def _of_mapping(answer: Mapping[object, object], reward_key: str | None, seconds
         return failed("reward_key_missing", detail, seconds=seconds)
     metrics: dict[str, float] = {}
     for key, entry in answer.items():
-        if key != reward_key and not isinstance(number := _number(entry), Failure):
+        if not isinstance(number := _number(entry), Failure):
             metrics[str(key)] = number
     value = _reward(answer[reward_key])
     if isinstance(value, Failure):

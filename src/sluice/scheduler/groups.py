@@ -45,6 +45,7 @@ class OpenGroup:
         "open_tokens",
         "outcome",
         "reason",
+        "rejections",
         "round",
         "running",
         "seed",
@@ -71,6 +72,7 @@ class OpenGroup:
         self.delivered: list[Rollout | None] = [None] * size  # by member_index
         self.counted = [False] * size  # whether the delivered member enters statistics
         self.tries = [0] * size  # attempts launched per member
+        self.rejections = [0] * size  # delivered responses that were taken out, per member
         self.missing = size  # members that have neither delivered nor been lost
         self.lost = 0  # members whose rounds are used up
         self.running = 0  # attempts under way

@@ -26,6 +26,7 @@ from sluice.types import Batch, Failure, Group, Rollout, TruncatedPolicy, Verdic
 
 EMPTY_BATCHES_IN_A_ROW: Final = 3  # batches of which nothing was kept, after which the run is an error whatever the policy
 SMOOTHING: Final = 8.0  # judged groups that a perfect acceptance is worth before anything is measured: no over-launch on thin evidence
+NOTHING_KEPT_BATCHES: Final = 3  # so many times the batch dropped in a row without a keep: worth a warning before the bound acts
 TOP_REASONS: Final = 5  # reasons that an exhaustion message names
 
 # Reasons for which a running group is abandoned. Nothing judged it, so that no category is recorded for it.
@@ -65,14 +66,17 @@ class _Filling:
         "ahead",
         "draws",
         "dropped",
+        "empty_tries",
         "judged",
         "kept",
         "launched",
+        "launched_before",
         "members",
         "owed",
         "reasons",
         "reward_kept",
         "reward_launched",
+        "topped_up",
         "wanted",
     )
 
@@ -81,6 +85,9 @@ class _Filling:
         self.owed: deque[int] = deque([1] * wanted)  # rounds of the groups that may still be launched
         self.draws: deque[int] = deque()  # rounds of the draws under way
         self.launched = 0
+        self.launched_before = 0  # of these, in tries of which nothing was kept
+        self.empty_tries = 0
+        self.topped_up = 0  # low-information groups that were used after all
         self.ahead = 0  # groups launched beyond those asked for
         self.judged = 0
         self.kept = 0
@@ -89,6 +96,22 @@ class _Filling:
         self.reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> groups
         self.reward_launched: list[float] = [0.0, 0.0]  # sum and number of rewards of judged groups
         self.reward_kept: list[float] = [0.0, 0.0]
+
+    def use_after_all(self, group: Group, verdict: Verdict) -> None:
+        """A group that was dropped for this batch tops it up: it counts as kept."""
+        self.dropped -= 1
+        self.reasons[str(verdict.category), verdict.reason] -= 1
+        self.kept += 1
+        self.topped_up += 1
+        self.reward_kept[0] += sum([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
+        self.reward_kept[1] += len(group.rollouts)
+
+    def try_again(self) -> None:
+        """Nothing was kept: begin anew, what was counted stays counted."""
+        self.owed = deque([1] * self.wanted)
+        self.launched_before = self.launched
+        self.ahead = 0
+        self.empty_tries += 1
 
 
 class Scheduler:
@@ -217,10 +240,10 @@ class Scheduler:
         if self.config.max_additional_running_prompts and self.config.fill == "refill":
             target = math.ceil(target * (self._judged + SMOOTHING) / (self._kept + SMOOTHING))
         room = min(room, target - self.buffer.running - len(filling.draws))
-        while room > 0 and (limit is None or filling.launched + len(filling.draws) < limit):
+        while room > 0 and (limit is None or filling.launched - filling.launched_before + len(filling.draws) < limit):
             if filling.owed:
                 number = filling.owed.popleft()
-            elif filling.ahead < self.config.max_additional_running_prompts:
+            elif filling.ahead < self.config.max_additional_running_prompts and self.config.fill == "refill":
                 filling.ahead += 1  # launched ahead of a drop that the acceptance rate foretells
                 number = 1
             else:
@@ -278,6 +301,7 @@ class Scheduler:
         groups = [self._groups[group.group_id] for group in taken]
         while top_up and self._spare and len(taken) < filling.wanted:
             open_group, group, verdict = self._spare.popleft()
+            filling.use_after_all(group, verdict)
             open_group.reason, open_group.source = verdict.reason, "on_exhausted"
             taken.append(group)
             groups.append(open_group)
@@ -314,8 +338,7 @@ class Scheduler:
             if self._empty_in_a_row < EMPTY_BATCHES_IN_A_ROW:
                 message = f"no group of {filling.judged} judged was kept: no optimiser step ({self._empty_in_a_row} such batch in a row)"
                 out.append(ev.Warn(key="empty_batch", message=f"{message}. {self._why(filling)}"))
-                self.buffer.close_batch(filling.wanted)
-                self._open_batch(filling.wanted)
+                filling.try_again()
                 self._go_on(now, out)
                 return
         message = self._exhaustion_message(filling, kept, policy)
@@ -327,7 +350,7 @@ class Scheduler:
         limit = self.config.max_groups_per_batch
         if policy != "raise":
             bound = f"{EMPTY_BATCHES_IN_A_ROW} batches in a row kept nothing"
-        elif limit is not None and filling.launched >= limit:
+        elif limit is not None and filling.launched - filling.launched_before >= limit:
             bound = f"resampling.max_groups_per_batch ({limit}) is reached"
         else:
             bound = f"resampling.max_resample_rounds ({self.config.max_resample_rounds}) is reached"
@@ -381,9 +404,9 @@ class Scheduler:
         group.slots[member_index] = attempt_id
         group.running += 1
         group.attempts += 1
-        tries = group.tries[member_index]
-        group.tries[member_index] = tries + 1
-        seed = scramble(group.seed + (member_index << 16) + tries)  # rounds are bounded far below 65,536
+        group.tries[member_index] += 1
+        # The same seed for a member that never delivered, a new one after a rejected response; rounds are bounded far below 65,536.
+        seed = scramble(group.seed + (member_index << 16) + group.rejections[member_index])
         self.ledger.attempts_launched += 1
         out.append(ev.LaunchMember(attempt_id, group.group_id, member_index, group.task, seed))
 
@@ -442,6 +465,7 @@ class Scheduler:
                 self._judge(group, now, out)
         else:
             self.ledger.attempt_ended("rejected", tokens, verdict.reason)
+            group.rejections[index] += 1
             group.story.append((now, f"rejected ({verdict.reason})", index))
             if self.config.truncated == "drop_group" and verdict.reason == "truncated":
                 self._drop(group, verdict, now, out)
@@ -569,7 +593,7 @@ class Scheduler:
         if len(self._spare) > filling.wanted:
             oldest, _, its_verdict = self._spare.popleft()
             self._leave(oldest, "dropped", its_verdict, now, out)
-        self._owe_replacement(open_group, verdict)
+        self._owe_replacement(open_group, verdict, out)
         self._go_on(now, out)
 
     def _drop(self, group: OpenGroup, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
@@ -577,10 +601,10 @@ class Scheduler:
         self.buffer.abort(group.group_id, verdict)
         group.story.append((now, f"dropped ({verdict.reason})", self.step))
         self._leave(group, "dropped", verdict, now, out)
-        self._owe_replacement(group, verdict)
+        self._owe_replacement(group, verdict, out)
         self._go_on(now, out)
 
-    def _owe_replacement(self, group: OpenGroup, verdict: Verdict) -> None:
+    def _owe_replacement(self, group: OpenGroup, verdict: Verdict, out: list[ev.Instruction]) -> None:
         filling = self._filling
         if filling is None:
             return
@@ -589,6 +613,9 @@ class Scheduler:
         filling.dropped += 1
         if self.config.fill == "refill" and group.round < self.config.max_resample_rounds:
             filling.owed.append(group.round + 1)
+        if not filling.kept and filling.dropped == NOTHING_KEPT_BATCHES * filling.wanted:
+            message = f"step {self.step}: {filling.dropped} groups were dropped for this batch and none was kept. {self._why(filling)}"
+            out.append(ev.Warn(key="nothing_kept", message=message))
 
     def _abandon(self, group: OpenGroup, outcome: str, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A running group is stopped before it was judged; its task goes back to the source."""
@@ -680,6 +707,8 @@ class Scheduler:
             "scheduler/query_filter_count": float(filling.dropped),
             "scheduler/response_filter_count": float(sum(filling.members.values())),
             "scheduler/off_policy_ratio": sum([self.step - group.policy_version for group in batch.groups]) / max(1, len(batch.groups)),
+            "scheduler/empty_batches": float(filling.empty_tries),
+            "scheduler/topped_up_count": float(filling.topped_up),
             "scheduler/resample_rounds": float(max((g.round for g in batch.groups), default=0)),
         }
         if filling.judged:

@@ -1,7 +1,7 @@
 """Hands out tasks, each exactly once per epoch, in an order that seed and epoch alone decide.
 
 The invariant: in every epoch every task is drawn once, plus once for every time it was put back. A prompt whose group was judged, kept or
-dropped, is consumed and never put back; one whose group was lost or never used is, and comes again before new ones, under its old epoch. So
+dropped, is consumed and never put back; one whose group was never judged is, and comes again before new ones, under its old epoch. So
 trained = drawn - dropped holds per epoch. Draws and put-backs are the only changes of state: the same calls give the same tasks.
 """
 

@@ -30,10 +30,14 @@ def samples_from_batch(batch: Batch) -> list[Sample]:
     Raises:
         TrainerError: a turn's token ids and log-probs differ in length, or a prompt is empty.
     """
-    return [_sample(group, rollout) for group in batch.groups for rollout in group.rollouts]
+    return [
+        _sample(group, rollout, is_counted)
+        for group in batch.groups
+        for rollout, is_counted in zip(group.rollouts, group.counted, strict=True)
+    ]
 
 
-def _sample(group: Group, rollout: Rollout) -> Sample:
+def _sample(group: Group, rollout: Rollout, is_counted: bool) -> Sample:
     where = f"group {group.group_id}, member {rollout.member_index} (attempt {rollout.attempt_id}, task {rollout.task_id!r})"
     ids: list[npt.NDArray[Any]] = []
     sampled: list[npt.NDArray[Any]] = []
@@ -55,7 +59,6 @@ def _sample(group: Group, rollout: Rollout) -> Sample:
     prompt_ids = rollout.turns[0].prompt_ids if rollout.turns else group.task.prompt_ids
     if not len(prompt_ids):
         raise TrainerError(f"{where}: expected a prompt of at least one token, got none - the first completion token would have no context")
-    is_counted = group.counted[rollout.member_index]
     if is_counted and rollout.reward is None:
         raise TrainerError(f"{where}: expected a reward, since it counts, got none - a member without a reward must not be counted")
     mask = np.concatenate(sampled) if sampled else np.zeros(0, dtype=np.bool_)

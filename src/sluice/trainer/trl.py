@@ -470,7 +470,6 @@ def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
         activation_checkpointing=False,  # it computes every forward twice; `micro_batch_size` bounds the memory
         # loss
         loss_type=settings.loss_type,
-        epsilon=settings.epsilon,
         beta=settings.beta,
         use_bias_correction_kl=True,
         temperature=config.engine.temperature,
