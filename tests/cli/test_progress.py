@@ -324,8 +324,9 @@ def test_calls_may_come_from_any_thread() -> None:
 # ---------------------------------------------------------------- a real terminal
 
 RUN = """
-import sys, time
+import signal, sys, time
 from sluice.cli.progress import ProgressDisplay
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background may have it ignored
 with ProgressDisplay("sums") as display:
     display.start(2)
     display.filling(1, 4, 3)

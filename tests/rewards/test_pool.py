@@ -138,7 +138,7 @@ def test_scores_responses_with_built_in_and_user_verifiers(use: Use):
         scores = await asyncio.gather(pool.score(asked, "it is 42"), pool.score(asked, "it is 41"))
         assert [score.reward for score in scores] == [1.0, 0.0]
         score = await pool.score(task("42", domain="mapping"), "42")
-        assert (score.reward, dict(score.metrics)) == (1.0, {"fmt": 1.0})
+        assert (score.reward, dict(score.metrics)) == (1.0, {"acc": 1.0, "fmt": 1.0})
 
     use(test)
 
@@ -165,7 +165,7 @@ def test_the_worker_sees_the_task_as_it_is(use: Use):
     async def test(pool: RewardPool) -> None:
         shown = task("42", domain="echo", entry={"metadata": {"digits": [1, 2]}, "blob": np.arange(3)})
         score = await pool.score(shown, "")
-        assert dict(score.metrics) == {"prompt_ids_sum": 116.0, "digits": 2.0, "blob_sum": 3.0, "prompt_length": 4.0}
+        assert dict(score.metrics) == {"reward": 1.0, "prompt_ids_sum": 116.0, "digits": 2.0, "blob_sum": 3.0, "prompt_length": 4.0}
 
     use(test)
 
@@ -203,7 +203,7 @@ def test_a_megabyte_each_way_does_not_block_anybody(use: Use):
         scores = await asyncio.gather(*(pool.score(task(domain="length"), "x" * 1_000_000) for _ in range(8)))
         assert [score.reward for score in scores] == [1_000_000.0] * 8
         score = await pool.score(task(domain="many"), "20000")
-        assert len(score.metrics) == 20_000
+        assert len(score.metrics) == 20_001  # and the reward
 
     use(test)
 
