@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from sluice.config import parse_config
-from sluice.filters import build_domain_filters
-from sluice.rewards import check_rewards
+from sluice.config.models import VerifierConfig
+from sluice.filters import build_domain_filters, build_query_filter, build_response_filter
+from sluice.rewards import build_verifier, check_rewards
+from tests.fakes import make_group, make_rollout, make_task
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -34,6 +37,21 @@ def test_the_library_example_gives_what_its_comments_say() -> None:
     keep_informative = names["keep_informative"]
     assert keep_informative.judge([0.1, 0.1, 0.1]).reason == "no_spread"  # type: ignore[attr-defined]
     assert list(names["advantages"])[-2:] == [0.0, 0.0]  # type: ignore[call-overload]
+
+
+def test_the_own_filters_and_verifier_shown_work_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rules.py").write_text(block("py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    spread = build_query_filter({"type": "my_rules.spread", "filter_args": {"least": 0.5}})
+    assert spread.judge(make_group([1.0, 0.0])).keep
+    dropped = spread.judge(make_group([1.0, 0.9]))
+    assert (dropped.category, dropped.reason) == ("low_information", "spread")
+    short = build_response_filter({"type": "my_rules.short", "filter_args": {"most": 1}})
+    assert short.judge(make_rollout(tokens=2)).reason == "short"
+    close = build_verifier(VerifierConfig(type="my_rules.close"))
+    assert close(make_task(), " 1 ") == 1.0
+    both = {"type": "all", "filter_args": {"filters": [{"type": "std_filter"}, {"type": "my_rules.spread"}]}}
+    assert build_query_filter(both).judge(make_group([1.0, 0.0])).keep
 
 
 def test_every_figure_is_filled_in() -> None:

@@ -267,7 +267,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeDryRun], None]:
 
     def put(answer: FakeDryRun) -> None:
         module = ModuleType("sluice.pipeline.rlvr")
-        module.dry_run = lambda config: answer  # type: ignore[attr-defined]
+        module.dry_run = lambda config: (answer,)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "sluice.pipeline.rlvr", module)
 
     monkeypatch.setattr(recipe, "missing_packages", lambda extra: [])

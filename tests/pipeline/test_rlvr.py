@@ -205,9 +205,9 @@ def test_case_132_verifiers_that_never_return_are_counted_and_the_run_ends_by_th
     assert children() <= before_the_run
 
 
-def test_a_dry_run_shows_one_group_and_its_verdict(tmp_path: Path, model: Path) -> None:
+def test_a_dry_run_shows_one_group_of_each_domain_and_its_verdict(tmp_path: Path, model: Path) -> None:
     config = load_config(write_recipe(tmp_path, model))
-    shown = dry_run(config)
+    (shown,) = dry_run(config)
     assert len(shown.responses) == len(shown.rewards) == 6
     assert shown.rewards == tuple(float(response.startswith("a")) for response in shown.responses)
     assert shown.verdict.keep == (len(set(shown.rewards)) > 1)

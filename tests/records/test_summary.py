@@ -61,7 +61,7 @@ def test_the_printout_reads_as_intended(run: RunSummary) -> None:
         "  1 of 6 requested groups did not come: some batches were short",
         "  1 warning: see the table events in run.db",
         "",
-        "Held-out accuracy               before   after  change   items",
+        "Held-out reward                 before   after  change   items",
         "  add                            0.480   0.760  +0.280     200",
         "  chain                          0.350   0.700  +0.350     200  (10 not scored)",
         "  mean                           0.415   0.731  +0.316     400  (10 not scored)",

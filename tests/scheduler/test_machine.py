@@ -587,7 +587,7 @@ def test_a_filter_that_keeps_nothing_says_so_before_the_bound() -> None:
     for group_id in range(6):
         assert not player.warnings
         player.finish_group(group_id, SAME)
-    assert "6 groups were dropped for this batch and none was kept" in player.warnings[0]
+    assert "6 groups were dropped for this batch and none has been kept so far" in player.warnings[0]
     assert "low_information/no_spread 6" in player.warnings[0]
 
 

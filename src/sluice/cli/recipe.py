@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sluice.cli.doctor import Check, ask, ok, problem, warning
 from sluice.cli.environment import missing_packages
 from sluice.cli.reporting import DISTRIBUTION
 from sluice.config import RlvrConfig, load_config
 from sluice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sluice.pipeline.rlvr import DryRun
 
 _SHOWN_CHARACTERS = 200  # of a prompt or a response; enough to see a wrong template
 
@@ -111,7 +114,11 @@ def _check_tasks(config: RlvrConfig) -> Iterator[Check]:
 def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
     from sluice.pipeline.rlvr import dry_run
 
-    group = dry_run(config)
+    for group in dry_run(config):
+        yield _shown_group(group)
+
+
+def _shown_group(group: DryRun) -> Check:
     verdict = group.verdict
     how = "kept" if verdict.keep else f"dropped as {verdict.category} / {verdict.reason}"
     lines = [f"task {group.task_id} ({group.domain}): {how} by {verdict.source or 'no filter'}"]
@@ -122,11 +129,12 @@ def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
     lines += group.failures
     text = "\n".join(lines)
     if all(reward is None for reward in group.rewards):
-        yield problem("dry run", text, "no response has a reward: see the verifier")
-    elif any(reward is None for reward in group.rewards):
-        yield warning("dry run", text, "some responses have no reward: see the verifier and reward_timeout_s")
-    else:
-        yield ok("dry run", text)
+        return problem("dry run", text, "no response has a reward: see the verifier")
+    if any(reward is None for reward in group.rewards):
+        return warning("dry run", text, "some responses have no reward: see the verifier and reward_timeout_s")
+    if not any(group.responses):
+        return warning("dry run", text, "every response is empty: see the prompt template and the model")
+    return ok("dry run", text)
 
 
 def _tokenizer(config: RlvrConfig) -> Any:

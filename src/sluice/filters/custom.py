@@ -116,7 +116,7 @@ def _judge_of(cls: type, path: str, filter_args: Mapping[str, Any], context: Fil
         )
     if not callable(getattr(cls, "judge", None)):
         raise ConfigError(f"{context.where}.type must name a function or a class with .judge, got the class {path} without it - add it")
-    _check_call(cls, (), filter_args, f"{path} is built with", context)
+    _check_call(cls, (), filter_args, f"{path} is built", context)
     try:
         instance = cls(**filter_args)
     except (Exception, SystemExit) as error:

@@ -373,35 +373,39 @@ def _verdict(filters: DomainFilters, group: Group) -> Verdict:
     return filters.query.judge(group)
 
 
-def dry_run(config: RlvrConfig) -> DryRun:
-    """Generate, score and judge one group of the first task, without trainer and without a run folder.
+def dry_run(config: RlvrConfig) -> tuple[DryRun, ...]:
+    """Generate, score and judge one group of the first task of each domain, without trainer and without a run folder.
 
     Raises:
         ConfigError, TaskError, SluiceError: as `train` would.
     """
-    from sluice.pipeline.dry_run import one_group
-
-    seconds: dict[str, float] = {}
     started = time.monotonic()
     parts = _build_parts(config, lambda text: None)
-    seconds["load"] = time.monotonic() - started
+    load_s = time.monotonic() - started
+    first: dict[str, Task] = {}
+    for task in parts.tasks.train.tasks:
+        first.setdefault(task.domain, task)
     try:
-        drawn = parts.tasks.train.draw()
-        assert drawn is not None, "build_tasks returns at least one task"
-        task: Task = drawn[0]
         with LoopThread(threading.Event()) as loop:
             scorer = loop.do(lambda: build_scorer(config.rewards, config.reward_pool))
             try:
-                rollouts, group = loop.run(
-                    one_group(config, task, engine=parts.engine, scorer=scorer, decode=parts.decode, seconds=seconds), timeout_s=600.0
-                )
+                return tuple(_dry_run_of(task, config, parts, loop, scorer, load_s) for task in first.values())
             finally:
                 loop.run(scorer.close(), CLOSE_S)
-        started = time.monotonic()
-        verdict = _verdict(parts.filters[task.domain], group)
-        seconds["judge"] = time.monotonic() - started
     finally:
         parts.engine.close()
+
+
+def _dry_run_of(task: Task, config: RlvrConfig, parts: _Parts, loop: LoopThread, scorer: Scorer, load_s: float) -> DryRun:
+    from sluice.pipeline.dry_run import one_group
+
+    seconds = {"load": load_s}
+    rollouts, group = loop.run(
+        one_group(config, task, engine=parts.engine, scorer=scorer, decode=parts.decode, seconds=seconds), timeout_s=600.0
+    )
+    started = time.monotonic()
+    verdict = _verdict(parts.filters[task.domain], group)
+    seconds["judge"] = time.monotonic() - started
     return DryRun(
         task_id=task.task_id,
         domain=task.domain,

@@ -204,7 +204,7 @@ def _validation_lines(s: RunSummary) -> list[str]:
         before["mean"] = over_all(s.before.results.values())
         if s.after is not None:
             after["mean"] = over_all(s.after.results.values())
-    lines = [f"{'Held-out accuracy':<{_LABEL}}  before   after  change   items"]
+    lines = [f"{'Held-out reward':<{_LABEL}}  before   after  change   items"]
     for domain, first in before.items():
         latest = after.get(domain)
         change = f"{latest.mean - first.mean:+.3f}" if latest and latest.mean is not None and first.mean is not None else "-"

@@ -614,7 +614,10 @@ class Scheduler:
         if self.config.fill == "refill" and group.round < self.config.max_resample_rounds:
             filling.owed.append(group.round + 1)
         if not filling.kept and filling.dropped == NOTHING_KEPT_BATCHES * filling.wanted:
-            message = f"step {self.step}: {filling.dropped} groups were dropped for this batch and none was kept. {self._why(filling)}"
+            message = (
+                f"step {self.step}: {filling.dropped} groups were dropped for this batch and none has been kept so far. "
+                f"{self._why(filling)} - {self._advice(filling, policy='go on')}"
+            )
             out.append(ev.Warn(key="nothing_kept", message=message))
 
     def _abandon(self, group: OpenGroup, outcome: str, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
