@@ -51,15 +51,16 @@ def main() -> None:
     scheduler = Scheduler(SchedulerConfig(group_size=SIZE, max_resample_rounds=1_000_000), filters)
     prompt = np.array([5, 6, 7], dtype=np.int64)
     tasks = [Task(task_id=f"math/{i}", domain="math", prompt="", prompt_ids=prompt) for i in range(4096)]
-    turn = Turn(
-        prompt_ids=prompt,
-        token_ids=np.arange(8),
-        inference_logprobs=np.zeros(8, dtype=np.float32),
-        text="",
-        finish_reason="stop",
-        policy_version=0,
-    )
-    turns = (turn,)
+    token_ids, logprobs = np.arange(8), np.zeros(8, dtype=np.float32)
+
+    def turn_of(version: int) -> tuple[Turn, ...]:
+        return (
+            Turn(
+                prompt_ids=prompt, token_ids=token_ids, inference_logprobs=logprobs, text="", finish_reason="stop", policy_version=version
+            ),
+        )
+
+    turns = turn_of(0)
     pending: deque[ev.LaunchMember] = deque()
     drawn = members = batches = groups = 0
     checkpoints: list[tuple[int, float]] = []
@@ -104,6 +105,7 @@ def main() -> None:
             members += 1
             play(event)
         play(ev.StepAdvanced(step=scheduler.step + 1))
+        turns = turn_of(scheduler.step)
         if not checkpoints and groups >= total_groups // 10:
             checkpoints.append((groups, resident_mib()))
     seconds = time.process_time() - started

@@ -58,7 +58,7 @@ class NullSource:
         self.tasks = [Task(task_id=f"math/{i}", domain="math", prompt="", prompt_ids=prompt, difficulty=float(i % 3)) for i in range(4098)]
         self.drawn = 0
 
-    def draw(self) -> tuple[Task, int]:
+    def draw(self, domain: str | None = None) -> tuple[Task, int]:
         """The next one."""
         self.drawn += 1
         return self.tasks[self.drawn % 4098], 0
@@ -84,6 +84,7 @@ async def play(total_groups: int, journal: Journal) -> tuple[int, float, float, 
     while shell.scheduler.ledger.groups_launched < total_groups:
         await shell.next_batch(GROUPS)
         step += 1
+        shell.engine.publish({}, step)
         shell.step_advanced(step)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     await shell.close()

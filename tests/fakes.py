@@ -134,6 +134,8 @@ class MachinePlayer:
     launches: list[ev.LaunchMember] = field(default_factory=list)
     engine_tokens: int = 0  # the independent count
     now: float = 0.0
+    wake_at: float | None = None
+    loops: list[ev.Instruction] = field(default_factory=list)  # what was said to user-defined loops
 
     @classmethod
     def make(
@@ -179,6 +181,12 @@ class MachinePlayer:
                     self.warnings.append(instruction.message)
                 case ev.Fail():
                     self.failures.append(instruction.message)
+                case ev.WakeAt():
+                    self.wake_at = instruction.when
+                case ev.RunLoop() | ev.CancelLoop() | ev.MemberJudged() | ev.AttemptRefused():
+                    self.loops.append(instruction)
+                case _:
+                    raise AssertionError(instruction)
         self.check()
 
     def acknowledge(self, attempt_id: int, tokens: int = 1) -> list[ev.Instruction]:

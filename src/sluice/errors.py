@@ -35,6 +35,10 @@ class TrainerError(SluiceError, RuntimeError):
     """The trainer is wrong: log-probs that do not match, shapes that do not fit."""
 
 
+class LoopError(SluiceError, ValueError):
+    """A user-defined rollout loop breaks its contract, or cannot be loaded."""
+
+
 class ResampleError(SluiceError, RuntimeError):
     """A batch could not be filled within its bounds. The message names kept and needed, the acceptance rate and the top reasons."""
 

@@ -7,19 +7,22 @@ An attempt is `running` until it is settled; a finished member of a group that h
     rejected    the response filter, a missing reward or the truncation policy took it out of its group
     failed      it never delivered
     cancelled   it was stopped before it finished
+    expired     its group became too old before a batch took it
     surplus     its group was accepted, but the batch was full
     discarded   it finished, but its group was abandoned (batch full, end of the run)
 
-Tokens that an engine sampled for an attempt after it had been let go are `late`: tokens without an attempt.
+Tokens that an engine sampled for an attempt after it had been let go are `late`: tokens without an attempt. Tokens that a killed process
+sampled after its last checkpoint are `lost`: they were paid for, and nothing is left of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-OUTCOMES: Final = ("trained", "dropped", "rejected", "failed", "cancelled", "surplus", "discarded")
-TOKEN_OUTCOMES: Final = (*OUTCOMES, "late", "open")
+OUTCOMES: Final = ("trained", "dropped", "rejected", "failed", "cancelled", "expired", "surplus", "discarded")
+GROUP_OUTCOMES: Final = ("trained", "dropped", "cancelled", "expired", "surplus", "discarded")
+TOKEN_OUTCOMES: Final = (*OUTCOMES, "late", "lost", "open")
 
 
 class Ledger:
@@ -42,7 +45,7 @@ class Ledger:
     def __init__(self) -> None:
         self._attempts = dict.fromkeys(OUTCOMES, 0)
         self._tokens = dict.fromkeys(TOKEN_OUTCOMES, 0)
-        self._groups = {"trained": 0, "dropped": 0, "cancelled": 0, "surplus": 0, "discarded": 0}
+        self._groups = dict.fromkeys(GROUP_OUTCOMES, 0)
         self._group_reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> dropped groups
         self._rejections: dict[str, int] = {}  # reason -> single members taken out of their group
         self.attempts_launched = 0
@@ -71,11 +74,19 @@ class Ledger:
         self._attempts[outcome] += 1
         self._tokens[outcome] += tokens
         if reason is not None:
-            self._rejections[reason] = self._rejections.get(reason, 0) + 1
+            self.member_rejected(reason)
+
+    def member_rejected(self, reason: str) -> None:
+        """A member was taken out of its group for this reason."""
+        self._rejections[reason] = self._rejections.get(reason, 0) + 1
 
     def tokens_came_late(self, tokens: int) -> None:
         """An engine sampled tokens for an attempt that had already been let go."""
         self._tokens["late"] += tokens
+
+    def tokens_were_lost(self, tokens: int) -> None:
+        """A killed process had sampled these after its last checkpoint."""
+        self._tokens["lost"] += tokens
 
     def group_left(self, outcome: str, category: str | None, reason: str) -> None:
         """A launched group leaves."""
@@ -134,13 +145,18 @@ class Ledger:
             out[f"ledger/tokens/{outcome}"] = float(tokens)
             if total:
                 out[f"ledger/token_share/{outcome}"] = tokens / total
+        settled, left = sum(self._attempts.values()), sum(self._groups.values())
         for outcome, attempts in self._attempts.items():
             out[f"ledger/attempts/{outcome}"] = float(attempts)
+            if settled:
+                out[f"ledger/attempt_share/{outcome}"] = attempts / settled
         for outcome, groups in self._groups.items():
             out[f"ledger/groups/{outcome}"] = float(groups)
+            if left:
+                out[f"ledger/group_share/{outcome}"] = groups / left
         for reason, count in self._rejections.items():
             out[f"ledger/rejected_members/{reason}"] = float(count)
-        left = sum(self._groups.values())
+            out[f"ledger/rejected_member_rate/{reason}"] = count / max(1, self.attempts_launched)
         for (category, reason), count in self._group_reasons.items():
             out[f"scheduler/rejected/{category}/{reason}"] = float(count)
             out[f"scheduler/rejected_rate/{category}/{reason}"] = count / left
@@ -149,3 +165,36 @@ class Ledger:
         if self.useful_groups:
             out["ledger/tokens_per_useful_group"] = total / self.useful_groups
         return out
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All counts, as plain data."""
+        return {
+            "attempts": dict(self._attempts),
+            "tokens": dict(self._tokens),
+            "groups": dict(self._groups),
+            "group_reasons": [[category, reason, count] for (category, reason), count in self._group_reasons.items()],
+            "rejections": dict(self._rejections),
+            **{name: getattr(self, name) for name in _COUNTS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was saved."""
+        self._attempts = dict.fromkeys(OUTCOMES, 0) | state["attempts"]
+        self._tokens = dict.fromkeys(TOKEN_OUTCOMES, 0) | state["tokens"]
+        self._groups = dict.fromkeys(GROUP_OUTCOMES, 0) | state["groups"]
+        self._group_reasons = {(category, reason): count for category, reason, count in state["group_reasons"]}
+        self._rejections = dict(state["rejections"])
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+
+
+_COUNTS: Final = (
+    "attempts_launched",
+    "groups_launched",
+    "late_results",
+    "open_attempts",
+    "useful_groups",
+    "useful_tokens",
+)

@@ -57,7 +57,8 @@ class Turn:
     inference_logprobs: Logprobs  # [N] log-prob of each sampled token under the full vocabulary at the sampling temperature
     text: str  # the sampled tokens as text, end token left out
     finish_reason: FinishReason
-    policy_version: int  # version of the weights that sampled it
+    policy_version: int  # version of the weights that sampled its first token: the oldest one
+    token_versions: TokenIds | None = None  # [N] version that sampled each token; None: policy_version sampled them all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,7 @@ class Sample:
     reward: float | None  # raw task reward
     is_counted: bool  # whether it enters group statistics; if not its advantage is 0
     policy_version: int
+    token_versions: TokenIds | None = None  # [T] version that sampled each token, -1 where the policy did not; None: policy_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ def smallest(**changes: Any) -> dict[str, Any]:
         owner: Any = data
         for part in path:
             owner = owner[part] if isinstance(owner, list) else owner.setdefault(part, {})
-        owner[last] = value
+        owner[last] = copy.deepcopy(value)
     return data
 
 

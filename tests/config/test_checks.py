@@ -27,7 +27,6 @@ def refused(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "path", "says"),
     [
-        ({"async_generation_ratio": 0.5}, "async_generation_ratio", "only synchronous training is there"),
         ({"resampling__min_members": 9}, "resampling.min_members", "must not be above num_return_sequences_in_group (8), got 9"),
         ({"resampling__max_groups_per_batch": 3}, "resampling.max_groups_per_batch", "must be at least rollout_batch_size (4), got 3"),
         (
@@ -93,6 +92,115 @@ def test_settings_that_exclude_each_other_are_refused(changes: dict[str, Any], p
     assert says in problem
 
 
+CODE = {"verifier": {"type": "exact"}}
+ALSO_CODE = {**HELD_OUT, "domain": "code"}
+TWO = {"rewards__code": CODE, "tasks__train": [HELD_OUT, ALSO_CODE]}  # two domains, of which the rows of either source are known
+ROWS = {**JSONL, "domain": None}  # a source that leaves the domain to its rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "says"),
+    [
+        (
+            {"num_return_sequences_in_group": 4000, "group_size_redundancy": 97},
+            "group_size_redundancy",
+            "must be at most 96 with num_return_sequences_in_group 4000, got 97",
+        ),
+        (
+            {"async_generation_ratio": 0.5, "resampling__surplus": "discard"},
+            "resampling.surplus",
+            "must be carry with async_generation_ratio 0.5",
+        ),
+        ({"resampling__surplus": "carry"}, "resampling.surplus", "needs a max_staleness of at least 1, got 0"),
+        ({"resampling": {"surplus": "carry", "max_staleness": 0}}, "resampling.surplus", "set resampling.max_staleness to 1 or more"),
+        (
+            {"resampling": {"surplus": "carry", "max_staleness": 1}, "rewards__math__max_staleness": 0},
+            "resampling.surplus",
+            "needs a max_staleness of at least 1",
+        ),
+        (
+            {"async_generation_ratio": 1.5, "resampling__max_staleness": 1},
+            "resampling.max_staleness",
+            "must be at least 2 with async_generation_ratio 1.5, got 1: groups start 2 steps ahead, and would expire before they",
+        ),
+        (
+            {"async_generation_ratio": 0.1, "resampling__max_staleness": 3, "rewards__math__max_staleness": 0},
+            "rewards.math.max_staleness",
+            "must be at least 1 with async_generation_ratio 0.1, got 0: groups start 1 step ahead",
+        ),
+        (
+            {**TWO, "domain_interleave_probs": {"math": 0.5, "cod": 0.25, "code": 0.25}},
+            "domain_interleave_probs.cod",
+            "expected a domain of `rewards`, got 'cod' - did you mean code?",
+        ),
+        ({**TWO, "domain_interleave_probs": {"math": 1.0}}, "domain_interleave_probs", "got none for code, which would never be drawn"),
+        (
+            {**TWO, "tasks__train": [ROWS], "domain_interleave_probs": {"math": 1.0}},
+            "domain_interleave_probs",
+            "got none for code, which would never be drawn",
+        ),
+        (
+            {"rewards__code": CODE, "tasks__validation": [ALSO_CODE], "domain_interleave_probs": {"math": 0.5, "code": 0.5}},
+            "domain_interleave_probs.code",
+            "no source of tasks.train has this domain",
+        ),
+        (
+            {**TWO, "domain_interleave_probs": {"math": 0.3333, "code": 0.6666}},
+            "domain_interleave_probs",
+            "expected shares that sum to 1, got 0.9999 - divide each by their sum",
+        ),
+    ],
+)
+def test_impossible_settings_of_asynchrony_and_of_the_mix_are_refused(changes: dict[str, Any], path: str, says: str) -> None:
+    (problem,) = refused(**changes)
+    assert problem.startswith(f"{path}: ")
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"async_generation_ratio": 2.0},
+        {"async_generation_ratio": 1.0, "trainer__logprob_tolerance": 1e-3},
+        {"async_generation_ratio": 1.5, "resampling": {"max_staleness": 2, "surplus": "carry"}, "rewards__math__max_staleness": 7},
+        {"async_generation_ratio": 1.0, "on_weight_update": "continue", "trainer__stale_tokens": "mask"},
+        {"async_generation_ratio": 1.0, "resampling__fill": "shrink", "rewards__math__max_staleness": 1},
+        {"resampling": {"surplus": "carry", "max_staleness": 1}},
+        {"resampling__surplus": "carry", "rewards__math__max_staleness": 1},
+        {"resampling__surplus": "discard"},
+        {"resampling": {"quarantine_after": None, "requeue": False, "stall_warning_s": None, "collect": "in_order"}},
+        {"num_return_sequences_in_group": 4000, "group_size_redundancy": 96},
+        {**TWO, "domain_interleave_probs": {"math": 0.333333, "code": 0.666667}, "mix_on": "drawn", "resampling__absent_after_batches": 3},
+        {**TWO, "tasks__train": [ROWS], "domain_interleave_probs": {"math": 0.5, "code": 0.5}},
+        {**TWO, "tasks__train": [HELD_OUT, ROWS], "tasks__validation": [ROWS], "domain_interleave_probs": {"math": 0.5, "code": 0.5}},
+        {
+            "rewards__code": CODE,
+            "rewards__law": CODE,
+            "tasks__train": [ROWS],
+            "tasks__validation": [{**HELD_OUT, "domain": "law"}],
+            "domain_interleave_probs": {"math": 0.5, "code": 0.5},
+        },
+        {"rewards__math__query_filter_config": SPREAD, "guard": {"scope": "window", "window": 7}},
+        {"user_defined_rollout_loop_cls": "my_package.loops.MyLoop", "guard": {}},
+        {
+            "user_defined_rollout_loop_cls": "my_package.MyLoop",
+            "rewards__math__response_filter_config": {"type": "length", "filter_args": {"max_tokens": 9}},
+        },
+        {"trainer": {"max_steps": 1, "learning_rate": 1.0, "save_every_steps": None}},
+    ],
+)
+def test_settings_that_go_together_are_taken(changes: dict[str, Any]) -> None:
+    assert parse_config(smallest(**changes))
+
+
+def test_a_single_share_of_several_domains_is_told_once() -> None:
+    told = refused(**TWO, domain_interleave_probs={"math": 1.0}, mix_on="kept")
+    assert told == [
+        "domain_interleave_probs: expected a share for each domain of tasks.train, got none for code, which would never be drawn - add it, "
+        "or delete its source"
+    ]
+
+
 SYSTEM = {"tasks__system_prompt": "be brief"}
 
 
@@ -133,6 +241,41 @@ SYSTEM = {"tasks__system_prompt": "be brief"}
             "trainer.lr_scheduler_type is constant",
         ),
         ({"trainer__bf16": True, "trainer__logprob_tolerance": 1e-3}, "trainer.logprob_tolerance", "trainer.bf16 is true"),
+        (
+            {"trainer__save_every_steps": None, "trainer__keep_checkpoints": 2},
+            "trainer.keep_checkpoints",
+            "trainer.save_every_steps is null",
+        ),
+        ({"on_weight_update": "restart"}, "on_weight_update", "async_generation_ratio is 0"),
+        ({"trainer__stale_tokens": "mask"}, "trainer.stale_tokens", "async_generation_ratio is 0"),
+        (
+            {"async_generation_ratio": 1.0, "on_weight_update": "restart", "trainer__stale_tokens": "mask"},
+            "trainer.stale_tokens",
+            "on_weight_update is restart",
+        ),
+        ({"resampling__max_staleness": 2}, "resampling.max_staleness", "async_generation_ratio is 0 and no surplus is carried"),
+        ({"rewards__math__max_staleness": 2}, "rewards.math.max_staleness", "async_generation_ratio is 0 and no surplus is carried"),
+        ({"resampling": {"fill": "shrink", "collect": "in_order"}}, "resampling.collect", "resampling.fill is shrink"),
+        ({"resampling": {"fill": "shrink", "surplus": "carry"}}, "resampling.surplus", "resampling.fill is shrink"),
+        (
+            {"async_generation_ratio": 1.0, "resampling": {"fill": "shrink", "surplus": "discard"}},
+            "resampling.surplus",
+            "resampling.fill is shrink",
+        ),
+        (
+            {"is_use_additional_prompts": True, "resampling__collect": "in_order"},
+            "is_use_additional_prompts",
+            "resampling.collect is in_order",
+        ),
+        ({"mix_on": "drawn"}, "mix_on", "domain_interleave_probs is not given"),
+        ({"domain_interleave_probs": {"math": 1.0}}, "domain_interleave_probs", "tasks.train is of a single domain"),
+        ({"resampling__absent_after_batches": 3}, "resampling.absent_after_batches", "rewards is of a single domain"),
+        ({"guard": {}}, "guard", "every query_filter_config is no_filter"),
+        (
+            {"rewards__math__query_filter_config": SPREAD, "guard": {"window": 100}},
+            "guard.window",
+            "guard.scope is cumulative",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_refused_and_its_cause_named(changes: dict[str, Any], path: str, cause: str) -> None:
@@ -230,9 +373,28 @@ def test_a_recipe_can_be_tried_with_few_steps() -> None:
     workers=st.integers(0, 2),
     schedule=st.sampled_from(["constant", "linear"]),
     bf16=st.booleans(),
+    ratio=st.sampled_from([0.0, 0.5, 2.0]),
+    surplus=st.sampled_from([None, "carry", "discard"]),
+    on_update=st.sampled_from([None, "finish", "restart", "continue"]),
+    collect=st.sampled_from([None, "as_finished", "in_order"]),
+    domains=st.integers(1, 2),
+    scope=st.sampled_from([None, "cumulative", "window"]),
 )
 def test_what_has_no_effect_is_never_a_key_that_the_others_read(
-    fill: str, additional: bool, advantage: tuple[str, str], chat: bool, held_out: bool, workers: int, schedule: str, bf16: bool
+    fill: str,
+    additional: bool,
+    advantage: tuple[str, str],
+    chat: bool,
+    held_out: bool,
+    workers: int,
+    schedule: str,
+    bf16: bool,
+    ratio: float,
+    surplus: str | None,
+    on_update: str | None,
+    collect: str | None,
+    domains: int,
+    scope: str | None,
 ) -> None:
     changes: dict[str, Any] = {
         "resampling__fill": fill,
@@ -243,8 +405,25 @@ def test_what_has_no_effect_is_never_a_key_that_the_others_read(
         "trainer__bf16": bf16,
         "trainer__advantage__type": advantage[0],
     }
-    if additional and fill == "refill":
+    changes["async_generation_ratio"] = ratio
+    if ratio and on_update:
+        changes["on_weight_update"] = on_update
+        if on_update == "continue":
+            changes["trainer__stale_tokens"] = "mask"
+    if fill == "refill" and surplus and not (ratio and surplus == "discard"):
+        changes["resampling__surplus"] = surplus
+    if ratio or changes.get("resampling__surplus") == "carry":
+        changes |= {"resampling__max_staleness": 3, "rewards__math__max_staleness": 2}
+    if fill == "refill" and collect:
+        changes["resampling__collect"] = collect
+    if additional and fill == "refill" and collect != "in_order":
         changes["is_use_additional_prompts"] = True
+    if domains == 2:
+        changes |= {**TWO, "domain_interleave_probs": {"math": 0.5, "code": 0.5}, "mix_on": "drawn", "resampling__absent_after_batches": 2}
+    if scope:
+        changes |= {"rewards__math__query_filter_config": SPREAD, "guard__scope": scope}
+        if scope == "window":
+            changes["guard__window"] = 5
     if advantage[0] == "group_relative":
         changes["trainer__advantage__scale"] = advantage[1]
     config = parse_config(smallest(**changes))  # what was written has an effect

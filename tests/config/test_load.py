@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -20,6 +21,35 @@ from sluice.errors import ConfigError
 from tests.config.recipes import TEXT, problems_of, smallest, write
 
 # ---------------------------------------------------------------- properties
+
+NEW = {  # every key of asynchrony, of the mix, of the guard and of your own loop, with a value other than its default
+    "rewards__math__max_staleness": 4,
+    "rewards__math__query_filter_config": {"type": "std_filter"},
+    "rewards__code": {"verifier": {"type": "exact"}},
+    "tasks__train": [
+        {"type": "reasoning_gym", "name": "basic_arithmetic", "size": 100, "domain": "math"},
+        {"type": "reasoning_gym", "name": "chain_sum", "size": 100, "domain": "code"},
+    ],
+    "group_size_redundancy": 2,
+    "async_generation_ratio": 1.5,
+    "on_weight_update": "continue",
+    "domain_interleave_probs": {"math": 0.75, "code": 0.25},
+    "mix_on": "drawn",
+    "user_defined_rollout_loop_cls": "my_package.MyLoop",
+    "resampling": {
+        "collect": "in_order",
+        "surplus": "carry",
+        "max_staleness": 3,
+        "on_member_failure": "judge",
+        "group_timeout_s": 60.0,
+        "requeue": False,
+        "quarantine_after": 5,
+        "stall_warning_s": 30.0,
+        "absent_after_batches": 4,
+    },
+    "guard": {"max_filter_ratio": {"invalid": 0.1, "low_information": 0.75}, "scope": "window", "window": 50, "policy": "wait"},
+    "trainer": {"max_steps": 10, "learning_rate": 0.001, "save_every_steps": 5, "keep_checkpoints": 3, "stale_tokens": "mask"},
+}
 
 TRICKY = st.sampled_from(
     ["on", "off", "yes", "no", "1e-3", "010", "0x1f", "null", "~", "", "1:30", "2024-01-01", "<<", "a: b", "#", "é", " x", "-", "=", "!t"]
@@ -50,17 +80,44 @@ def test_the_resolved_configuration_loads_again_to_an_equal_one(arguments: Any, 
     assert parse_config(again) == config
 
 
+@pytest.mark.parametrize(
+    ("limit", "share", "quarantine"),
+    [
+        (1 / 3, 0.1, None),
+        (1, 0.999999, 9),
+        (5e-324, 1e-6, 1),
+        ({"invalid": 0.1}, 1 / 3, 3),
+        ({"low_information": 1, "invalid": 0.0}, 0.5, 3),
+    ],
+)
+def test_the_keys_of_asynchrony_mix_and_guard_load_again_too(limit: Any, share: float, quarantine: int | None) -> None:
+    data = smallest(**NEW, model__path="/m")
+    data["guard"]["max_filter_ratio"] = limit
+    data["domain_interleave_probs"] = {"math": share, "code": 1 - share}
+    data["resampling"]["quarantine_after"] = quarantine
+    config = parse_config(data)
+    assert config.guard is not None
+    assert config.guard.max_filter_ratio == limit
+    assert config.resampling.quarantine_after == quarantine
+    again, _, problems = parse_document(to_yaml(config), "again")
+    assert problems == []
+    assert parse_config(again) == config
+
+
 def _paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, inner in items for path in [(*above, key), *_paths(inner, (*above, key))]]
 
 
-WRONG = st.sampled_from([None, True, -1, 0, 1.5, 1e400, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "3", [[]], [{}], {"type": 3}])
+WRONG_VALUES = [None, True, -1, 0, 1.5, 1e400, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "3", [[]], [{}], {"type": 3}, {1: 2}]
+WRONG = st.sampled_from(WRONG_VALUES)
+FOREIGN = ("Input should", "pydantic", "another value", "a value", "constrained", "literal[", "[key]")  # words of others
 
 
 @given(picks=st.lists(st.tuples(st.integers(0, 10_000), WRONG, st.booleans()), min_size=1, max_size=4))
 def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[int, Any, bool]]) -> None:
-    data = yaml.safe_load(to_yaml(parse_config(smallest(model__lora={}, rewards__math__response_filter_config={"type": "length"}))))
+    config = parse_config(smallest(**NEW, model__lora={}, rewards__math__response_filter_config={"type": "length"}))
+    data = yaml.safe_load(to_yaml(config))
     for pick, value, is_new in picks:
         paths = _paths(data)
         path = paths[pick % len(paths)] if paths else ("exp_name",)
@@ -68,7 +125,7 @@ def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[
         for part in path[:-1]:
             owner = owner[part]
         key = f"{path[-1]}x" if is_new and isinstance(owner, dict) else path[-1]
-        owner[key] = value
+        owner[key] = copy.deepcopy(value)  # the next pick may lie within it
     told: list[str] = []
     try:
         parse_config(data)
@@ -76,8 +133,31 @@ def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[
         told = problems_of(err)
     for line in told:
         assert line.startswith("config: ")
-        for foreign in ("Input should", "pydantic", "another value"):
-            assert foreign not in line
+        assert not [word for word in FOREIGN if word in line]
+
+
+def test_every_wrong_value_of_every_new_key_is_told_in_our_words_at_its_key() -> None:
+    data = smallest(**NEW)
+    sections = [
+        *_paths({"guard": NEW["guard"], "resampling": NEW["resampling"]}),
+        ("trainer", "stale_tokens"),
+        ("trainer", "keep_checkpoints"),
+    ]
+    for path in [*sections, *((key,) for key in NEW if "__" not in key)]:
+        for value in WRONG_VALUES:
+            changed = copy.deepcopy(data)
+            owner = changed
+            for part in path[:-1]:
+                owner = owner[part]
+            owner[path[-1]] = copy.deepcopy(value)
+            told: list[str] = []
+            try:
+                parse_config(changed)
+            except ConfigError as err:
+                told = problems_of(err)
+            assert not [word for word in FOREIGN for line in told if word in line], (path, value)
+            if isinstance(value, list | dict) and value:  # no key takes any of these
+                assert any(line.startswith(f"config: {'.'.join(path)}") for line in told), (path, value, told)
 
 
 @given(seed=st.integers(0, 2**16), count=st.integers(1, 5))
@@ -91,7 +171,9 @@ def test_every_planted_fault_is_told_once(seed: int, count: int) -> None:
         "model__lora__rank": 2,
         "resampling__fill": "refil",
         "tasks__train__0__sise": 3,
-        "async_generation_ratio": 2.0,
+        "resampling__surplus": "carry",
+        "mix_on": "drawn",
+        "guard__max_filter_ratio": 2,
         "rewards__math__timeout_value": 1.0,
         "validation__every_steps": 5,
     }
@@ -208,6 +290,49 @@ def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
         ({"pipeline": "agentic"}, "pipeline: expected rlvr, got 'agentic' (text)"),
         ({"seed": 2**32}, "seed: expected a whole number >= 0 and < 4294967296, got 4294967296 (a number)"),
         ({"engine__type": "vllm"}, "engine.type: expected slot, got 'vllm' (text)"),
+        (
+            {"guard__max_filter_ratio": 2},
+            "guard.max_filter_ratio: expected a number >= 0 and <= 1, or a mapping with the keys invalid, low_information, at least one, "
+            "got 2 (a number)",
+        ),
+        (
+            {"guard__max_filter_ratio": "0.5"},
+            "guard.max_filter_ratio: expected a number >= 0 and <= 1, or a mapping with the keys invalid, low_information, at least one, "
+            "got '0.5' (text) - write 0.5 without quotes",
+        ),
+        (
+            {"guard__max_filter_ratio": {}},
+            "guard.max_filter_ratio: expected a number >= 0 and <= 1, or a mapping with the keys invalid, low_information, at least one, "
+            "got a mapping {}",
+        ),
+        (
+            {"guard__max_filter_ratio": {"invalid": 2}},
+            "guard.max_filter_ratio.invalid: expected a number >= 0 and <= 1, got 2 (a number)",
+        ),
+        (
+            {"guard__max_filter_ratio": {"low_info": 0.5}},
+            "guard.max_filter_ratio.low_info: unknown key - did you mean low_information?",
+        ),
+        ({"guard__limit": 0.5}, "guard.limit: unknown key - valid keys: max_filter_ratio, policy, scope, window"),
+        ({"guard": 0.5}, "guard: expected a section with the keys max_filter_ratio, scope, window, policy or null, got 0.5 (a number)"),
+        ({"guard__policy": "waits"}, "guard.policy: expected one of keep, wait, shrink, raise, got 'waits' (text) - did you mean wait?"),
+        ({"domain_interleave_probs": {"math": 0}}, "domain_interleave_probs.math: expected a number > 0, got 0 (a number)"),
+        ({"domain_interleave_probs": {}}, "domain_interleave_probs: expected a mapping, at least one, or null, got a mapping {}"),
+        ({"async_generation_ratio": 65}, "async_generation_ratio: expected a number >= 0 and <= 64.0, got 65 (a number)"),
+        (
+            {"on_weight_update": "restar"},
+            "on_weight_update: expected one of finish, restart, continue, got 'restar' (text) - did you mean restart?",
+        ),
+        (
+            {"user_defined_rollout_loop_cls": "loops.py:My"},
+            "user_defined_rollout_loop_cls: expected an import path package.module.Class, got 'loops.py:My' - write the module, a dot, and "
+            "the name of the class",
+        ),
+        (
+            {"resampling__surplus": "keep"},
+            "resampling.surplus: expected one of carry, discard or null, got 'keep' (text) - valid values: carry, discard",
+        ),
+        ({"resampling__quarantine_after": 0}, "resampling.quarantine_after: expected a whole number >= 1 or null, got 0 (a number)"),
     ],
 )
 def test_a_wrong_value_is_told_in_the_words_of_yaml(change: dict[str, Any], message: str) -> None:
@@ -235,6 +360,7 @@ def test_a_wrong_value_is_told_in_the_words_of_yaml(change: dict[str, Any], mess
         ("trainer.torch_threads", 1_024),
         ("trainer.micro_batch_size", 1_048_576),
         ("trainer.max_steps", 10_000_000),
+        ("resampling.group_timeout_s", 604_800),
     ],
 )
 def test_a_number_that_no_run_needs_is_refused_while_loading(key: str, most: int) -> None:
@@ -279,6 +405,20 @@ def test_a_path_with_a_nul_character_is_refused(key: str) -> None:
         parse_config(data, [f'{key}="a\\0b"'])
 
 
+def test_a_mapping_built_in_python_may_have_wrong_keys() -> None:
+    for changes, message in (
+        ({"rewards": {3: {}}}, "rewards: expected keys that are text, got 3 (a number) - put it in quotes"),
+        ({"trainer": {3: 4}}, "trainer: expected keys that are text, got 3 (a number) - put it in quotes"),
+        (
+            {"guard": {"max_filter_ratio": {3: 4}}},
+            "guard.max_filter_ratio: expected keys that are text, got 3 (a number) - put it in quotes",
+        ),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            parse_config(smallest(**changes))
+        assert f"config: {message}" in problems_of(raised.value)
+
+
 def test_a_missing_key_says_what_it_takes() -> None:
     data = smallest()
     del data["trainer"]["max_steps"], data["rewards"]["math"]["verifier"]
@@ -292,10 +432,10 @@ def test_a_missing_key_says_what_it_takes() -> None:
 
 def test_rules_across_keys_are_told_beside_wrong_values_but_not_because_of_them() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_config(smallest(is_use_additional_prompts="maybe", max_additional_running_prompts=4, async_generation_ratio=1.0, bogus=1))
+        parse_config(smallest(is_use_additional_prompts="maybe", max_additional_running_prompts=4, mix_on="drawn", bogus=1))
     told = "\n".join(problems_of(raised.value))
     assert "is_use_additional_prompts: expected true or false" in told
-    assert "async_generation_ratio: must be 0" in told
+    assert "mix_on: has no effect" in told
     assert "max_additional_running_prompts: " not in told  # whether it has an effect is not known yet
 
 
@@ -322,8 +462,8 @@ def test_what_was_written_is_written_again_even_without_effect() -> None:
 def test_a_configuration_built_in_python_can_be_checked() -> None:
     config = parse_config(smallest())
     check_config(config)
-    with pytest.raises(ConfigError, match="async_generation_ratio: must be 0, got 2"):
-        check_config(RlvrConfig.model_validate({**smallest(), "async_generation_ratio": 2.0}))
+    with pytest.raises(ConfigError, match="resampling.surplus: must be carry with async_generation_ratio 2, got discard"):
+        check_config(RlvrConfig.model_validate({**smallest(), "async_generation_ratio": 2.0, "resampling": {"surplus": "discard"}}))
     with pytest.raises(ConfigError, match="max_additional_running_prompts: has no effect"):
         check_config(RlvrConfig.model_validate({**smallest(), "max_additional_running_prompts": 16}))
 

@@ -101,6 +101,11 @@ def make_shell(
     )
 
 
+def advance(shell: LocalShell, step: int, **useful: int) -> None:
+    shell.engine.publish({}, step)
+    shell.step_advanced(step, **useful)
+
+
 def accounted(shell: LocalShell) -> bool:
     return shell.scheduler.ledger.total_tokens == shell.engine.sampled_tokens("train")
 
@@ -125,7 +130,7 @@ def test_a_batch_arrives_whole_with_the_metrics_of_its_filling() -> None:
         assert [rollout.turns[0].text for rollout in batch.groups[0].rollouts] == [
             f"{rollout.sampled_tokens} tokens" for rollout in batch.groups[0].rollouts
         ]
-        shell.step_advanced(1, useful_groups=3, useful_tokens=10)
+        advance(shell, 1, useful_groups=3, useful_tokens=10)
         await shell.close()
         assert accounted(shell)
         assert {record.outcome for record in shell.journal.records} == {"trained"}  # type: ignore[attr-defined]
@@ -160,7 +165,7 @@ def test_under_any_latencies_batches_are_exact_and_the_ledger_equals_the_engine(
         for step in range(2):
             batch, _ = await shell.next_batch(3)
             batches.append(batch)
-            shell.step_advanced(step + 1)
+            advance(shell, step + 1)
         await shell.close()
         assert accounted(shell)
         assert engine.open_requests == 0
@@ -188,7 +193,7 @@ def test_case_62_the_stop_does_not_wait_for_a_slow_judge_and_cancels_it() -> Non
         shell.scheduler._judged, shell.scheduler._kept = 30, 5  # a poor acceptance rate so far: groups are launched ahead
         batch, _ = await shell.next_batch(2)
         assert len(batch.groups) == 2
-        shell.step_advanced(1)
+        advance(shell, 1)
         await shell.close()
         assert loop.time() < 1.0
         assert scorer.cancelled == scorer.calls - 4 == 8
@@ -228,7 +233,7 @@ def test_tokens_sampled_after_the_cancel_was_acknowledged_are_late_and_the_sum_s
         shell = make_shell(engine=engine, max_additional_running_prompts=4)
         shell.scheduler._judged, shell.scheduler._kept = 30, 1
         await shell.next_batch(1)
-        shell.step_advanced(1)
+        advance(shell, 1)
         await shell.close()
         assert shell.scheduler.ledger.tokens["late"] > 0
         assert accounted(shell)
@@ -309,7 +314,7 @@ def test_a_member_whose_generation_fails_is_replaced_and_counted() -> None:
         batch, _ = await shell.next_batch(1)
         assert sorted(rollout.attempt_id for rollout in batch.groups[0].rollouts) == [0, 2, 3, 4]
         assert shell.scheduler.ledger.attempts["failed"] == 1
-        shell.step_advanced(1)
+        advance(shell, 1)
         await shell.close()
         assert accounted(shell)
 
@@ -374,7 +379,7 @@ def test_the_end_of_the_data_gives_the_rest_and_then_nothing() -> None:
     async def main() -> None:
         shell = make_shell(source=ListSource(make_task(f"t{i}") for i in range(3)))
         batch, _ = await shell.next_batch(2)
-        shell.step_advanced(1)
+        advance(shell, 1)
         rest, _ = await shell.next_batch(2)
         assert (len(batch.groups), len(rest.groups), rest.is_last) == (2, 1, True)
         await shell.close()
@@ -433,7 +438,7 @@ def test_what_breaks_after_the_last_batch_is_raised_when_the_shell_is_closed_and
         shell = make_shell()
         await shell.next_batch(2)
         shell.journal = FullJournal()
-        shell.step_advanced(1)
+        advance(shell, 1)
         with pytest.raises(RecordError, match="the disk is full"):
             await shell.close()
         await shell.close()

@@ -112,6 +112,59 @@ class Counting:
         return self.calls > 2
 
 
+class Surprising:
+    """Keeps a group whose best reward was not seen before, and remembers across checkpoints what was."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.most = most
+        self.seen: list[float] = []
+
+    def judge(self, group) -> bool:
+        best = float(max(group.rewards)) if isinstance(group, Group) else float(group.reward)
+        is_new = best not in self.seen
+        self.seen = [*self.seen, best][-self.most :]
+        return is_new
+
+    def state_dict(self):
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state):
+        self.seen = list(state["seen"])
+
+
+class OnlySaves:
+    def judge(self, group):
+        return True
+
+    def state_dict(self):
+        return {}
+
+
+class SavesWithArguments(OnlySaves):
+    def state_dict(self, folder):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class LoadsNothing(OnlySaves):
+    def load_state_dict(self):
+        pass
+
+
+class ExitsOnSave(OnlySaves):
+    def state_dict(self):
+        sys.exit(6)
+
+    def load_state_dict(self, state):
+        pass
+
+
+def strange_category(group):
+    return Verdict.dropped("odd", "boring")
+
+
 class SpeaksRoll:
     def filter(self, group_id, episode_id, group):
         return False

@@ -8,21 +8,27 @@ from sluice.filters import build_query_filter, build_response_filter
 from tests.fakes import make_group, make_rollout
 from tests.filters.filters_for_tests import HERE
 
+CUSTOM = {"type": f"{HERE}.keep_all"}
+
 STD = {"type": "std_filter"}
 HARD = {"type": "mean_filter", "filter_args": {"threshold_down": 0.25}}
 EASY = {"type": "mean_filter", "filter_args": {"threshold_up": 0.75}}
 NO = {"type": "no_filter"}
 
-leaves = st.sampled_from([STD, HARD, EASY, NO])
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3).map(lambda fs: {"type": "all", "filter_args": {"filters": fs}}),
-        st.lists(inner, min_size=1, max_size=3).map(lambda fs: {"type": "any", "filter_args": {"filters": fs}}),
-        inner.map(lambda f: {"type": "not", "filter_args": {"filter": f}}),
-    ),
-    max_leaves=6,
-)
+
+def composed_of(leaves):
+    return st.recursive(
+        st.sampled_from(leaves),
+        lambda inner: st.one_of(
+            st.lists(inner, min_size=1, max_size=3).map(lambda fs: {"type": "all", "filter_args": {"filters": fs}}),
+            st.lists(inner, min_size=1, max_size=3).map(lambda fs: {"type": "any", "filter_args": {"filters": fs}}),
+            inner.map(lambda f: {"type": "not", "filter_args": {"filter": f}}),
+        ),
+        max_leaves=6,
+    )
+
+
+trees = composed_of([STD, HARD, EASY, NO])
 
 
 def expected(config, rewards):
@@ -55,6 +61,11 @@ def test_compositions_are_boolean_algebra(config, rewards):
 def test_no_composition_keeps_what_cannot_be_judged(config, rewards):
     verdict = build_query_filter(config).judge([*rewards, None])
     assert (verdict.keep, verdict.reason, verdict.category) == (False, "incomplete", "invalid")
+
+
+@given(composed_of([STD, NO, CUSTOM]))
+def test_a_filter_is_opaque_exactly_when_user_code_has_a_say_in_it(config):
+    assert build_query_filter(config).is_opaque == (HERE in str(config))
 
 
 def test_each_inner_filter_keeps_its_own_reason():

@@ -45,6 +45,11 @@ def test_any_other_answer_is_an_error_that_names_class_and_value(name, cls):
         query.judge([1, 0])
 
 
+def test_a_category_that_there_is_not_is_an_error_that_names_the_filter():
+    with pytest.raises(FilterError, match=rf"{WHERE}: {HERE}.strange_category must answer with a category out of .* got 'boring'"):
+        custom("strange_category").judge([1, 0])
+
+
 def test_filter_args_go_to_the_function_or_the_class():
     assert custom("best_above", limit=2.0).judge(make_group([1.0, 3.0])).keep
     assert not custom("best_above").judge(make_group([0.0, 0.5])).keep
@@ -61,6 +66,13 @@ def test_a_group_that_is_not_whole_never_reaches_user_code():
     assert query.judge(make_group([None, None])).reason == "incomplete"
     assert query.judge(replace(make_group([1.0, None]), counted=(True, True))).reason == "incomplete"
     assert query.judge(replace(make_group([1.0, 1.0]), counted=(False, False))).reason == "truncated"
+
+
+def test_case_21_and_45_user_code_sees_a_group_of_which_enough_members_count():
+    survivors = build_query_filter({"type": f"{HERE}.keep_all"}, min_members=3)
+    assert survivors.judge(replace(make_group([1.0, 0.0, 1.0, None]), counted=(True,) * 4)).keep
+    assert survivors.judge(make_group([None] * 4)).reason == "incomplete"
+    assert custom("keep_all").judge(replace(make_group([1.0, 0.0, 1.0, 0.0]), counted=(True, True, True, False))).keep
 
 
 def test_an_exception_in_user_code_names_the_filter_and_the_group():
@@ -90,6 +102,9 @@ def test_user_code_that_exits_or_interrupts_is_an_error_of_the_filter_like_any_o
         (f"{HERE}.ExitsWhenBuilt", "raised SystemExit: 5"),
         ("tests.filters.exits_on_import.f", "importing 'tests.filters.exits_on_import' raised SystemExit"),
         (".judge", "importing '' raised ValueError"),
+        (f"{HERE}.OnlySaves", "with state_dict and load_state_dict, or with neither, got .* with state_dict alone - add load_state_dict"),
+        (f"{HERE}.SavesWithArguments", "state_dict is called without arguments, which its signature .* does not take"),
+        (f"{HERE}.LoadsNothing", "load_state_dict is called with the state, which its signature .* does not take"),
     ],
 )
 def test_a_wrong_path_or_signature_fails_when_the_filter_is_built(path, message):

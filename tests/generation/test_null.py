@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.errors import GenerationError
+from sluice.errors import ConfigError, GenerationError
 from sluice.execution.clock import run
 from sluice.generation import Answer, Engine, GenerationRequest, NullEngine, answers
 
@@ -160,6 +160,238 @@ def test_the_policy_version_is_that_of_the_last_publish():
         assert [(await first.future).policy_version, (await second.future).policy_version] == [0, 3]
 
     run(play())
+
+
+# ---------------------------------------------------------------- slots
+
+
+def test_requests_beyond_the_slots_wait_in_order_of_arrival_and_have_sampled_nothing():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=2)
+        handles = [engine.submit(request(i)) for i in range(5)]
+        ended: dict[int, float] = {}
+        for i, handle in enumerate(handles):
+            handle.future.add_done_callback(lambda _, i=i: ended.setdefault(i, asyncio.get_running_loop().time()))
+        await asyncio.sleep(5)
+        assert [handle.sampled_tokens for handle in handles] == [5, 5, 0, 0, 0]
+        assert (engine.sampled_tokens("train"), engine.open_requests) == (10, 5)
+        engine.publish({}, 1)
+        await asyncio.sleep(10)
+        assert [handle.sampled_tokens for handle in handles] == [10, 10, 5, 5, 0]
+        generations = await asyncio.gather(*[handle.future for handle in handles])
+        assert [g.policy_version for g in generations] == [0, 0, 1, 1, 1]  # current when they were seated
+        assert ended == {0: 10, 1: 10, 2: 20, 3: 20, 4: 30}
+        assert engine.sampled_tokens("train") == 50
+
+    run(play())
+
+
+def test_a_waiting_request_is_cancelled_at_once():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=1, cancel_latency_s=3.0)
+        handles = [engine.submit(request(i)) for i in range(3)]
+        engine.publish({}, 4)
+        handles[1].cancel()
+        handles[1].cancel()
+        generation = handles[1].future.result()
+        assert (generation.finish_reason, generation.policy_version, len(generation.token_ids)) == ("cancelled", 4, 0)
+        handles[0].cancel()
+        await handles[2].future
+        assert asyncio.get_running_loop().time() == 13  # its slot was free when the cancel of the first had taken effect
+        assert engine.sampled_tokens("train") == 3 + 10
+
+    run(play())
+
+
+def test_a_slot_is_freed_by_every_kind_of_end():
+    async def play():
+        kinds = [
+            Answer(token_ids=np.arange(2), inference_logprobs=np.zeros(2, dtype=np.float32), latency_s=latency_s, error=error)
+            for latency_s, error in ((1.0, None), (1.0, "the disk is full"), (math.inf, None), (math.inf, None), (0.0, None), (0.0, "no"))
+        ]
+        engine = NullEngine(lambda asked: kinds[asked.request_id % len(kinds)], max_slots=1)
+        handles = [engine.submit(request(i)) for i in range(2 * len(kinds))]
+        for handle in handles:
+            await asyncio.sleep(1.5)
+            if handle.request.request_id % len(kinds) == 2:
+                handle.cancel()
+            elif handle.request.request_id % len(kinds) == 3:
+                assert engine.fail_running(1, "crashed") == 1
+        results = await asyncio.gather(*[handle.future for handle in handles], return_exceptions=True)
+        assert [isinstance(result, GenerationError) for result in results] == [False, True] * len(kinds)
+        assert engine.open_requests == 0
+
+    run(play())
+
+
+def test_thousands_that_wait_for_one_slot_and_need_no_time_are_served_when_it_is_free():
+    async def play():
+        slow = Answer(token_ids=np.arange(1), inference_logprobs=np.zeros(1, dtype=np.float32), latency_s=1.0)
+        engine = NullEngine(lambda asked: slow if asked.request_id == 0 else always(1)(asked), max_slots=1)
+        handles = [engine.submit(request(i)) for i in range(5000)]
+        assert engine.open_requests == 5000
+        await asyncio.gather(*[handle.future for handle in handles])
+        assert asyncio.get_running_loop().time() == 1
+
+    run(play())
+
+
+def test_closing_fails_those_who_wait_too():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=1)
+        handles = [engine.submit(request(i)) for i in range(3)]
+        await asyncio.sleep(2)
+        engine.close()
+        results = await asyncio.gather(*[handle.future for handle in handles], return_exceptions=True)
+        assert all(isinstance(result, GenerationError) for result in results)
+        assert [handle.sampled_tokens for handle in handles] == [2, 0, 0]
+        await asyncio.sleep(100)
+        assert (engine.open_requests, engine.sampled_tokens("train")) == (0, 2)
+
+    run(play())
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="max_slots must be at least 1, got 0"):
+        NullEngine(max_slots=0)
+    with pytest.raises(ConfigError, match="on_weight_update must be one of finish, restart, continue, got 'keep'"):
+        NullEngine(on_weight_update="keep")
+
+
+# ---------------------------------------------------------------- weights that change
+
+
+@pytest.mark.parametrize("way", ["continue", "restart"])
+def test_case_64_versions_grow_with_the_tokens(way):
+    """Eight tokens in eight seconds: five of version 0, three of version 1; a cancel without a new token adds no version."""
+
+    async def play():
+        engine = NullEngine(always(8, latency_s=8.0), on_weight_update=way)
+        whole, cut = engine.submit(request(0)), engine.submit(request(1))
+        await asyncio.sleep(5.5)
+        engine.publish({}, 1)
+        cut.cancel()
+        generation = await cut.future
+        assert (len(generation.token_ids), generation.policy_version, generation.token_versions) == (5, 0, None)
+        generation = await whole.future
+        assert generation.token_versions.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+        assert len(generation.token_ids) == len(generation.inference_logprobs) == 8
+
+    run(play())
+
+
+def test_a_response_finishes_under_the_version_that_began_it():
+    async def play():
+        engine = NullEngine(always(8, latency_s=8.0))
+        handle = engine.submit(request(0))
+        for version in (1, 2, 3):
+            await asyncio.sleep(2)
+            engine.publish({}, version)
+        generation = await handle.future
+        assert (generation.policy_version, generation.token_versions) == (0, None)
+
+    run(play())
+
+
+def test_case_80_what_is_asked_for_after_a_publish_is_of_its_version_while_older_responses_run():
+    async def play(way):
+        engine = NullEngine(always(8, latency_s=8.0), on_weight_update=way)
+        engine.publish({}, 12)
+        older = engine.submit(request(0))
+        await asyncio.sleep(4)
+        engine.publish({}, 13)
+        newer = engine.submit(request(1))
+        assert ((await older.future).policy_version, (await newer.future).policy_version) == (12, 13)
+        assert newer.future.result().token_versions is None
+
+    for way in ("finish", "restart", "continue"):
+        run(play(way))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 9), st.none() | st.floats(0, 60)), min_size=1, max_size=8),
+    st.lists(st.floats(0, 60), max_size=5),
+    st.sampled_from(["finish", "continue"]),
+    st.none() | st.integers(1, 3),
+)
+def test_each_token_is_of_the_version_that_was_published_when_it_appeared(plan, publishes, way, max_slots):
+    """Each request: when it is submitted, its token limit, and after how long it is cancelled. Versions 1, 2, ... at `publishes`."""
+
+    def published_by(time: float) -> int:
+        return sum(at <= time for at in publishes)
+
+    async def play():
+        loop = asyncio.get_running_loop()
+        engine = NullEngine(answers(seed=5, latency_s=(0.5, 40.0)), on_weight_update=way, max_slots=max_slots)
+        for version, at in enumerate(sorted(publishes), start=1):
+            loop.call_at(at, engine.publish, {}, version)
+
+        async def one(i, start, new, cancel_after):
+            await asyncio.sleep(start)
+            handle = engine.submit(request(i, new=new))
+            if cancel_after is not None:
+                loop.call_later(cancel_after, handle.cancel)
+            return handle, await handle.future
+
+        done = await asyncio.gather(*[one(i, *entry) for i, entry in enumerate(plan)])
+        assert engine.sampled_tokens("train") == sum(len(generation.token_ids) for _, generation in done)
+        for handle, generation in done:
+            n = len(generation.token_ids)
+            assert len(generation.inference_logprobs) == n == handle.sampled_tokens
+            versions = generation.token_versions
+            if versions is None:
+                versions = np.full(n, generation.policy_version)
+            else:
+                assert way == "continue"
+            assert len(versions) == n
+            if not handle.is_seated:
+                assert n == 0
+                continue
+
+            for k, version in enumerate(versions.tolist()):
+                appeared = handle.started_at
+                if way == "continue":
+                    appeared += (k + 1) / handle.length * handle.answer.latency_s
+                # Of two things at the same moment either may come first.
+                assert published_by(appeared - 1e-6) <= version <= published_by(appeared + 1e-6)
+
+    run(play())
+
+
+# ---------------------------------------------------------------- crashes
+
+
+def test_a_crash_fails_the_requests_seated_longest_and_the_engine_lives_on():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=3)
+        handles = [engine.submit(request(i)) for i in range(5)]
+        await asyncio.sleep(4)
+        assert engine.fail_running(2, "worker 7 was killed") == 2
+        for handle in handles[:2]:
+            with pytest.raises(GenerationError, match="worker 7 was killed"):
+                await handle.future
+        assert [handle.sampled_tokens for handle in handles] == [4, 4, 4, 0, 0]
+        generations = await asyncio.gather(*[handle.future for handle in handles[2:]])
+        assert [len(g.token_ids) for g in generations] == [10, 10, 10]
+        assert asyncio.get_running_loop().time() == 14  # those that waited took the slots at once
+        assert engine.sampled_tokens("train") == 38
+
+    run(play())
+
+
+def test_a_crash_may_choose_its_requests_and_never_takes_those_who_wait():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=4)
+        handles = [engine.submit(request(i)) for i in range(6)]
+        assert engine.fail_running(lambda asked: asked.request_id % 2 == 1, "gone") == 2
+        results = await asyncio.gather(*[handle.future for handle in handles], return_exceptions=True)
+        assert [isinstance(result, GenerationError) for result in results] == [False, True, False, True, False, False]
+        assert engine.fail_running(9, "nobody is there") == 0
+
+    run(play())
+
+
+# ---------------------------------------------------------------- answers and counters
 
 
 def test_prepared_answers_depend_on_the_seeds_only():

@@ -19,6 +19,7 @@ steps = st.lists(
         st.tuples(st.just("decode"), st.just(0)),
         st.tuples(st.just("remove"), st.sets(st.integers(0, SLOTS - 1), min_size=1)),
         st.tuples(st.just("forget"), st.just(0)),
+        st.tuples(st.just("publish"), st.just(0)),
     ),
     max_size=40,
 )
@@ -34,11 +35,15 @@ class Played:
         self.cache = np.full((SLOTS, LENGTH), -1)
         self.next_owner = 0
         self.next_token = 1000
+        self.newest = 0
+        self.begun: dict[int, int] = {}  # edition of a sequence's first pass
 
     def add(self, prompt) -> None:
         if self.table.count < SLOTS:
             owner, self.next_owner = self.next_owner, self.next_owner + 1
-            slot = self.table.add(owner, np.array(prompt), max_new=15, temperature=owner, noise_key=owner, ticket=owner)
+            slot = self.table.add(
+                owner, np.array(prompt), max_new=15, temperature=owner, noise_key=owner, ticket=owner, edition=self.newest
+            )
             self.expected[owner] = list(prompt)
             self.slot_of[owner] = slot
 
@@ -47,7 +52,7 @@ class Played:
         self.next_token += count
         for owner, token in zip(self.table.owners[first : first + count], tokens.tolist(), strict=True):
             self.expected[owner].append(token)
-        self.table.append(first, tokens, -tokens.astype(np.float32), version=3)
+        self.table.append(np.arange(first, first + count), tokens, -tokens.astype(np.float32))
         full = [slot for slot in range(first, first + count) if self.table.length[slot] == LENGTH]
         if full:
             self.remove(full)
@@ -57,6 +62,9 @@ class Played:
             return
         plan = self.table.plan_prefill(max_tokens)
         assert plan.rows.tolist() == list(range(self.table.ready, self.table.ready + len(plan.rows)))
+        (edition,) = set(self.table.edition[plan.rows].tolist())
+        for row in plan.rows:
+            self.begun.setdefault(self.table.owners[row], edition)
         width = int(plan.counts.max())
         assert width * len(plan.leaders) <= max_tokens
         assert len(plan.leaders) == len({self.table.tokens[row, : self.table.length[row]].tobytes() for row in plan.rows})
@@ -70,11 +78,22 @@ class Played:
             self.sampled(first, len(plan.rows))
 
     def decode(self) -> None:
-        for row in range(self.table.ready):
-            self.cache[row, self.table.cached[row]] = self.table.tokens[row, self.table.cached[row]]
-        self.table.cached[: self.table.ready] += 1
-        if self.table.ready:
-            self.sampled(0, self.table.ready)
+        for edition, first, end in reversed(self.table.stretches()):
+            for row in range(first, end):
+                assert self.begun[self.table.owners[row]] == edition
+                self.cache[row, self.table.cached[row]] = self.table.tokens[row, self.table.cached[row]]
+            self.table.cached[first:end] += 1
+            self.sampled(first, end - first)
+
+    def forget(self) -> None:
+        """As where sequences go on under new weights: there is one edition then."""
+        if not self.newest:
+            self.table.forget_cache()
+
+    def publish(self) -> None:
+        if self.table.has_begun(self.newest):
+            self.newest += 1
+        self.table.renew(self.newest)
 
     def remove(self, slots) -> None:
         gone = sorted(slot for slot in slots if slot < self.table.count)
@@ -99,7 +118,12 @@ class Played:
             assert (table.length[slot] - cached == 1) if slot < table.ready else (table.length[slot] > cached)
             tokens, logprobs = table.sampled(slot)
             assert (-logprobs).tolist() == tokens.tolist() == [token for token in self.expected[owner] if token >= 1000]
-            assert table.version[slot] == (3 if len(tokens) else -1)
+            assert table.edition[slot] == self.begun.get(owner, self.newest)
+        assert np.all(np.diff(table.edition[: table.count]) >= 0)
+        ends = [0, *[end for _, _, end in table.stretches()]]
+        assert [first for _, first, _ in table.stretches()] == ends[:-1]
+        assert ends[-1] == table.ready
+        assert len({edition for edition, _, _ in table.stretches()}) == len(ends) - 1
         waiting = table.owners[table.ready :]
         assert len(set(waiting)) == len(waiting)
 
@@ -118,7 +142,9 @@ def test_sequences_and_their_cache_entries_stay_together(played):
             case "remove":
                 game.remove(argument)
             case "forget":
-                game.table.forget_cache()
+                game.forget()
+            case "publish":
+                game.publish()
         game.check()
 
 
@@ -152,6 +178,32 @@ def test_removing_moves_only_what_must_move():
     assert moved == [(1, 3)]  # the last row fills the gap
     assert moves is not None
     assert (moves.sources.tolist(), moves.targets.tolist()) == ([3], [1])
+
+
+def test_each_edition_closes_its_own_gaps():
+    game = Played()
+    for prompts in ([(1,), (2, 3)], [(1,), (2, 3, 4)], [(1,), (2, 3)]):
+        game.publish()
+        for prompt in prompts:
+            game.add(prompt)
+        game.prefill(25)
+    assert game.table.stretches() == [(0, 0, 2), (1, 2, 4), (2, 4, 6)]
+    moves, moved = game.table.remove([0])
+    assert moved == [(0, 1), (1, 3), (3, 5)]  # the last of each takes the place that became free before it
+    assert game.table.stretches() == [(0, 0, 1), (1, 1, 3), (2, 3, 5)]
+
+
+def test_waiting_rows_of_another_edition_are_prefilled_in_a_pass_of_their_own():
+    game = Played()
+    game.add(tuple(range(20)))
+    game.add((1,))
+    game.prefill(15)
+    game.publish()
+    game.add((1,))
+    assert game.table.edition[:3].tolist() == [0, 1, 1]  # the second had not begun
+    assert game.table.plan_prefill(15).rows.tolist() == [0]
+    game.prefill(15)
+    assert game.table.plan_prefill(15).rows.tolist() == [1, 2]
 
 
 def test_the_table_has_no_room_beyond_its_slots():

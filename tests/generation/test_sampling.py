@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.errors import GenerationError
 from sluice.generation import sampling
-from sluice.generation.sampling import noise_key, sample, uniforms
+from sluice.generation.sampling import has_probabilities, noise_key, sample, uniforms
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
 
 
 def drawn(logits, temperature, noise):
-    tokens, logprobs = sample(
+    tokens, logprobs, is_good = sample(
         torch.tensor(logits, dtype=torch.float32), np.asarray(temperature, dtype=np.float32), np.asarray(noise, dtype=np.float64)
     )
+    assert np.all(is_good)
     return tokens.tolist(), logprobs
 
 
@@ -115,6 +115,13 @@ def test_large_batches_are_drawn_in_pieces_with_the_same_result(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_not_finite_are_an_error(bad):
-    with pytest.raises(GenerationError, match="logits must be finite"):
-        drawn([[0.0, bad]], [1.0], [0.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_told_and_leave_other_rows_alone(bad, temperature):
+    logits = torch.tensor([[0.0, 1.0, 0.5], [0.0, bad, 0.0], [0.5, 0.5, 2.0]])
+    temperatures, noise = np.full(3, temperature, dtype=np.float32), np.array([0.2, 0.5, 0.9])
+    tokens, logprobs, is_good = sample(logits, temperatures, noise)
+    assert is_good.tolist() == has_probabilities(logits).tolist() == [True, False, True]
+    good = [0, 2]
+    without = sample(logits[good], temperatures[good], noise[good])
+    np.testing.assert_array_equal(tokens[good], without[0])
+    np.testing.assert_array_equal(logprobs[good], without[1])

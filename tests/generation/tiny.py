@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from sluice.config.models import LoraConfig
 from sluice.generation.base import Generation, GenerationRequest
-from sluice.generation.slot import SlotEngine
+from sluice.generation.sampling import noise_key, uniforms
+from sluice.generation.slot import SlotEngine, _Publish
 
 VOCABULARY = 64
 END = 1
@@ -52,6 +54,32 @@ def made(kind, config, seed):
         return kind(config).eval()
 
 
+def perturbed(model: PreTrainedModel, scale: float = 0.05) -> PreTrainedModel:
+    """Change a model in place, as an optimiser step does."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def adapted(lora: LoraConfig, scale: float = 0.3):
+    """A trainer's model with an adapter that does something."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = get_peft_model(
+            qwen2(), PeftLoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += scale * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    return model.eval()
+
+
 def saved(model: PreTrainedModel, path: Path) -> Path:
     model.save_pretrained(path)
     return path
@@ -82,6 +110,76 @@ def full_logprobs(model: PreTrainedModel, asked: GenerationRequest, tokens: np.n
     return torch.log_softmax(logits.double() / temperature, -1).gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
 
 
+@torch.no_grad()
+def assert_explained(models: Sequence[PreTrainedModel], asked: GenerationRequest, generation: Generation) -> None:
+    """Every token and its log-prob are what a plain forward pass of the version said to have sampled it gives, and the request's noise."""
+    tokens, n = generation.token_ids, len(generation.token_ids)
+    assert len(generation.inference_logprobs) == n
+    versions = generation.token_versions
+    if versions is None:
+        versions = np.full(n, generation.policy_version)
+    else:
+        assert len(versions) == n
+        assert len(set(versions.tolist())) > 1
+        assert np.all(np.diff(versions) >= 0)
+        assert versions[0] == generation.policy_version
+    if not n:
+        return
+    noise = uniforms(np.full(n, noise_key(asked.seed), dtype=np.uint64), np.arange(n))
+    tolerance = 1e-5 / (min(asked.temperature, 1.0) or 1.0)  # dividing by the temperature also enlarges the logits' rounding
+    sequence = torch.from_numpy(np.concatenate([asked.prompt_ids, tokens]))[None]
+    for version in set(versions.tolist()):
+        at = np.flatnonzero(versions == version)
+        logits = models[version](input_ids=sequence, use_cache=False).logits[0, len(asked.prompt_ids) - 1 : -1][at]
+        logprobs = torch.log_softmax(logits.double() / (asked.temperature or 1.0), -1).numpy()
+        chosen = logprobs[np.arange(len(at)), tokens[at]]
+        np.testing.assert_allclose(generation.inference_logprobs[at], chosen, atol=tolerance, rtol=0)
+        if asked.temperature:
+            ends = np.cumsum(np.exp(logprobs), axis=-1)[np.arange(len(at)), tokens[at]]
+            assert np.all(ends >= noise[at] - tolerance)
+            assert np.all(ends - np.exp(chosen) <= noise[at] + tolerance)
+        else:
+            assert np.all(logprobs.max(axis=-1) <= chosen + tolerance)
+
+
+class Passes:
+    """Does things just before chosen forward passes of the engine, in its own thread: the same at every run.
+
+    What is published or cancelled there takes effect before the pass after it.
+    """
+
+    def __init__(self, engine: SlotEngine, actions: Mapping[int, Callable[[], None]] | None = None) -> None:
+        assert engine._model is not None
+        self._engine = engine
+        self._model = engine._model
+        self._actions = dict(actions or {})
+        self.versions_live: list[int] = []  # sets of weights in memory during each pass
+        for name in ("prefill", "decode"):
+            setattr(engine._model, name, self._watched(getattr(engine._model, name)))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        del self._model.prefill, self._model.decode
+
+    def _watched(self, compute):
+        def watched(*args):
+            rows, weights = self._engine._rows, self._engine._weights
+            assert set(weights.versions) == {*rows.edition[: rows.count].tolist(), weights.newest}
+            action = self._actions.get(len(self.versions_live))
+            self.versions_live.append(int(self._engine.metrics()["engine/versions_live"]))
+            if action is not None:
+                action()
+            return compute(*args)
+
+        return watched
+
+    def publish(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Leave new weights for the engine, as `SlotEngine.publish` does, without waiting for it."""
+        with self._engine._lock:
+            self._engine._publishes.append(_Publish(self._engine._weights.check(state), version))
+        self._engine._wake.set()
+
+
 class Turnstile:
     """Stops the engine's thread before every decoding pass until it is let through."""
 
@@ -94,12 +192,12 @@ class Turnstile:
         self._decode = engine._model.decode
         engine._model.decode = self._stop_and_go
 
-    def _stop_and_go(self, tokens, positions):
+    def _stop_and_go(self, tokens, positions, first=0):
         self._arrived.release()
         if not self._is_open:
             assert self._tickets.acquire(timeout=30), "nobody let the engine through"
         self.rows.append(len(tokens))
-        return self._decode(tokens, positions)
+        return self._decode(tokens, positions, first)
 
     async def arrival(self) -> None:
         """Wait until the engine stands before a decoding pass."""

@@ -20,32 +20,32 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
+def make_record(group_id: int, **changes: object) -> GroupRecord:
+    """A group record; what is not given is plain."""
+    values: dict[str, object] = {
+        "group_id": group_id,
+        "task_id": f"task-{group_id}",
+        "domain": "add",
+        "epoch": 0,
+        "round": 1,
+        "start_step": 0,
+        "end_step": 0,
+        "outcome": "trained",
+        "reason": "kept",
+        "category": None,
+        "source": "std_filter",
+        "attempts": 2,
+        "sampled_tokens": 10,
+        "seconds": 0.5,
+        "policy_version": 0,
+        "rewards": (1.0, 0.0),
+    }
+    return GroupRecord(**(values | changes))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def record() -> Callable[..., GroupRecord]:
-    """Makes a group record; what is not given is plain."""
-
-    def make(group_id: int, **changes: object) -> GroupRecord:
-        values: dict[str, object] = {
-            "group_id": group_id,
-            "task_id": f"task-{group_id}",
-            "domain": "add",
-            "epoch": 0,
-            "round": 1,
-            "start_step": 0,
-            "end_step": 0,
-            "outcome": "trained",
-            "reason": "kept",
-            "category": None,
-            "source": "std_filter",
-            "attempts": 2,
-            "sampled_tokens": 10,
-            "seconds": 0.5,
-            "policy_version": 0,
-            "rewards": (1.0, 0.0),
-        }
-        return GroupRecord(**(values | changes))  # type: ignore[arg-type]
-
-    return make
+    return make_record
 
 
 @pytest.fixture

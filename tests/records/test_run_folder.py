@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -98,11 +100,46 @@ def test_the_lock_of_a_killed_process_is_free(folder: RunFolder) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "locked\n"
+    assert folder.is_locked() is True
     with pytest.raises(RecordError, match=f"process {holder.pid} "):
         folder.lock()
     holder.kill()
     holder.communicate(timeout=30)
+    assert folder.is_locked() is False
     folder.lock()
+    assert folder.is_locked() is True
+
+
+def test_who_asks_whether_a_folder_is_locked_keeps_nobody_out(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.release()
+    asking = (folder.path / "run.lock").open("rb")
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as `is_locked` does, for a moment
+    assert folder.is_locked() is False  # two may ask at once
+    monkeypatch.setattr("time.sleep", lambda seconds: asking.close())
+    folder.lock()
+    assert folder.is_locked() is True
+
+
+def test_a_folder_copied_without_its_lock_is_free_and_a_system_without_locks_does_not_say(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.release()
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert folder.is_locked() is None
+    (folder.path / "run.lock").unlink()
+    assert folder.is_locked() is False
+
+
+def test_a_run_of_an_older_version_has_no_identity(folder: RunFolder) -> None:
+    with closing(sqlite3.connect(folder.run_db)) as db:
+        db.execute("DELETE FROM run WHERE key = 'identity'")
+        db.commit()
+    with pytest.raises(RecordError, match="must say which run it is, but has no fact 'identity' .* start a new run"):
+        _ = folder.identity
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "a b", "é"])

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,10 @@ from hypothesis import strategies as st
 
 from sluice.errors import RecordError
 from sluice.execution.validation import ValidationResult
-from sluice.records import BatchRecord, Journal, RunFolder, open_for_reading, read_summary
+from sluice.records import SCHEDULER, BatchRecord, Journal, RunFolder, open_for_reading, read_facts, read_summary, rollback
 from sluice.records.rundb import SCHEMA_VERSION, _json, create_run_db
 from sluice.scheduler.events import GroupRecord
+from tests.records.conftest import make_record
 
 MakeRecord = Callable[..., GroupRecord]
 Query = Callable[[Path, str], list[tuple[object, ...]]]
@@ -244,6 +247,173 @@ def test_after_a_kill_all_that_was_flushed_is_there_and_what_is_there_is_a_prefi
     with Journal(folder.run_db) as journal:  # and it can be written on
         journal.event("warning", "resumed")
     assert read_summary(folder.run_db).status == "finished"
+
+
+def test_a_fact_told_again_and_again_takes_no_more_room(folder: RunFolder, rows: Query) -> None:
+    with Journal(folder.run_db) as journal:
+        journal.fact(SCHEDULER, {"waiting_for": "x" * 1_000})
+        journal.flush()
+        sizes = []
+        for second in range(3_000):  # what a run writes in 50 minutes
+            journal.fact(SCHEDULER, {"waiting_for": "x" * 1_000, "time": second})
+            if second % 100 == 99:
+                journal.flush()
+                sizes.append(folder.run_db.stat().st_size)
+        assert max(sizes) - min(sizes) <= 2 * 4_096
+        assert sum(path.stat().st_size for path in folder.path.glob("run.db*")) < 5 << 20
+    assert read_facts(folder.run_db)[SCHEDULER]["time"] == 2_999
+    assert rows(folder.run_db, "SELECT count(*) FROM run WHERE key = 'scheduler'") == [(1,)]
+
+
+# ---------------------------------------------------------------- back to a checkpoint
+
+TABLES = ("groups", "ledger", "batches", "metrics", "validation")
+
+
+def play(journal: Journal, record: MakeRecord, steps: range) -> None:
+    """A run that does the same whenever it does a step: three groups leave, one of them launched a step before, and one stays open."""
+    for step in steps:
+        for group_id in (step * 3 - 2, step * 3 - 1, step * 3 - 3):
+            journal.group(record(group_id, start_step=group_id // 3, end_step=step))
+        journal.batch(BatchRecord(step=step, requested=2, group_ids=(1, 2), tokens=20, useful_groups=1, useful_tokens=9, fill_s=0.5))
+        journal.metrics(step, {"a/b": float(step), "a/nan": math.nan})
+        if step % 2 == 0:
+            journal.validation(
+                step, {"add": ValidationResult(items=1, scored=1, reward_sum=1.0, unscored={}, truncated=0, sampled_tokens=1)}
+            )
+        journal.ledger(step, {"trained": 20 * step, "lost": 3}, {"trained": step})
+
+
+def content(run_db: Path) -> dict[str, list[tuple[object, ...]]]:
+    with open_for_reading(run_db) as db:
+        return {table: sorted(db.execute(f"SELECT * FROM {table}").fetchall(), key=repr) for table in TABLES}
+
+
+@given(st.integers(0, 4), st.integers(0, 3), st.integers(1, 4), st.booleans())
+@settings(max_examples=15)  # each is a few databases
+def test_a_run_that_went_back_to_a_checkpoint_and_on_has_the_rows_of_one_that_was_never_killed(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: int, lost: int, more: int, twice: bool
+) -> None:
+    never, killed = (tmp_path_factory.mktemp("run") / "run.db" for _ in range(2))
+    end = checkpoint + more
+    for path, steps in ((never, range(1, end + 1)), (killed, range(1, checkpoint + lost + 1))):
+        create_run_db(path, {})
+        with Journal(path, clock=lambda: 1.0) as journal:
+            play(journal, make_record, steps)
+    # At the checkpoint the first group of the next step is open: its row, written by the killed run, must go.
+    for _ in range(1 + twice):  # killed in the middle of a resume: again is fine
+        rollback(killed, step=checkpoint, next_group=checkpoint * 3 + 1, open_groups=[checkpoint * 3])
+    with Journal(killed, clock=lambda: 1.0) as journal:
+        play(journal, make_record, range(checkpoint + 1, end + 1))
+    assert content(killed) == content(never)
+
+
+def test_a_rollback_keeps_what_was_known_at_the_checkpoint_says_so_and_forgets_what_the_scheduler_did(
+    folder: RunFolder, record: MakeRecord, rows: Query
+) -> None:
+    with Journal(folder.run_db, clock=lambda: 5.0) as journal:
+        journal.event("warning", "of step 9", step=9)
+        journal.fact(SCHEDULER, {"time": 5.0})
+        journal.fact("engine_tokens", 77)
+        for group_id in range(5_000):
+            journal.group(record(group_id))
+    rollback(folder.run_db, step=3, next_group=4_000, open_groups=range(0, 4_000, 2), clock=lambda: 6.0)
+    assert rows(folder.run_db, "SELECT count(*), min(group_id), max(group_id), sum(group_id % 2) FROM groups") == [(2_000, 1, 3_999, 2_000)]
+    assert rows(folder.run_db, "SELECT * FROM events") == [(5.0, 9, "warning", "of step 9"), (6.0, 3, "info", "resumed from step 3")]
+    facts = read_facts(folder.run_db)
+    assert SCHEDULER not in facts
+    assert facts["engine_tokens"] == 77
+    summary = read_summary(folder.run_db)
+    assert (summary.warnings, summary.errors) == (1, 0)
+
+
+def test_a_run_that_begins_anew_keeps_no_row_not_even_of_its_first_evaluation(folder: RunFolder, record: MakeRecord, rows: Query) -> None:
+    result = {"add": ValidationResult(items=1, scored=1, reward_sum=1.0, unscored={}, truncated=0, sampled_tokens=1)}
+    with Journal(folder.run_db) as journal:
+        journal.validation(0, result)
+        journal.metrics(0, {"a/b": 1.0})
+        journal.ledger(0, {"cancelled": 3}, {"cancelled": 1})
+        play(journal, record, range(1, 3))
+    rollback(folder.run_db, step=0, next_group=0, open_groups=())
+    assert not any(content(folder.run_db).values())
+    assert rows(folder.run_db, "SELECT level, message FROM events") == [("info", "begun anew: there was no checkpoint to resume from")]
+    with Journal(folder.run_db) as journal:
+        journal.validation(0, result)
+    assert rows(folder.run_db, "SELECT evaluation FROM validation") == [(1,)]
+
+
+def test_a_rollback_that_fails_changes_nothing(folder: RunFolder, record: MakeRecord, slow_disk: sqlite3.Connection) -> None:
+    with Journal(folder.run_db) as journal:
+        play(journal, record, range(1, 5))
+    before = content(folder.run_db)
+    slow_disk.execute(
+        "CREATE TRIGGER no BEFORE INSERT ON events BEGIN SELECT raise(ABORT, 'disk I/O error'); END"
+    )  # the last thing it does
+    with pytest.raises(RecordError, match="disk I/O error"):
+        rollback(folder.run_db, step=1, next_group=3, open_groups=())
+    assert content(folder.run_db) == before
+    with pytest.raises(RecordError, match="found nothing there"):
+        rollback(folder.path / "nowhere.db", step=1, next_group=3, open_groups=())
+
+
+WRITE_STEPS_UNTIL_KILLED = """
+import sys
+from pathlib import Path
+from sluice.records import Journal, RunFolder
+from tests.records.conftest import make_record
+from tests.records.test_rundb import play
+with RunFolder.open(sys.argv[1]) as folder:
+    journal = Journal(folder.run_db, flush_every_s=0.01)
+    for step in range(1, 1_000_000):
+        play(journal, make_record, range(step, step + 1))
+        if step == 20:
+            journal.flush()
+            print("checkpoint", flush=True)
+        if step == 200:
+            print("go", flush=True)
+"""
+
+
+def test_a_run_killed_while_it_writes_is_locked_again_rolled_back_and_goes_on(folder: RunFolder, record: MakeRecord, rows: Query) -> None:
+    folder.release()
+    command = [sys.executable, "-c", WRITE_STEPS_UNTIL_KILLED, str(folder.path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert writer.stdout is not None
+    assert [writer.stdout.readline() for _ in range(2)] == ["checkpoint\n", "go\n"]
+    with pytest.raises(RecordError, match=f"process {writer.pid} .* writes to it - wait for it or stop it"):
+        RunFolder.open(folder.path).lock()
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.communicate(timeout=30)
+    with RunFolder.open(folder.path) as again:
+        rollback(again.run_db, step=20, next_group=61, open_groups=[60])
+        assert rows(again.run_db, "SELECT max(step), count(*) FROM batches") == [(20, 20)]
+        assert rows(again.run_db, "SELECT max(group_id), count(*) FROM groups") == [(59, 60)]
+        with Journal(again.run_db) as journal:
+            play(journal, record, range(21, 23))
+    assert rows(folder.run_db, "SELECT max(group_id), count(*) FROM groups") == [(65, 66)]
+    assert rows(folder.run_db, "SELECT max(evaluation), count(*) FROM validation") == [(11, 11)]
+    assert rows(folder.run_db, "PRAGMA integrity_check") == [("ok",)]
+    assert read_summary(folder.run_db).status == "finished"
+
+
+def test_what_was_flushed_is_on_disk_and_not_in_the_memory_of_the_system_alone(
+    folder: RunFolder, record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    with Journal(folder.run_db) as journal:
+        journal.group(record(0))
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+        journal.flush()
+    assert synced == [f"{folder.run_db}-wal"]
+
+
+def test_the_time_a_run_lay_dead_is_no_part_of_it(folder: RunFolder) -> None:
+    created = read_facts(folder.run_db)["created"]
+    for begin, end in ((0.0, 100.0), (5_000.0, 5_020.0), (9_000.0, 9_003.0)):
+        times = chain([created + begin], repeat(created + end))
+        with Journal(folder.run_db, clock=partial(next, times), flush_every_s=3600.0):
+            pass
+    assert read_summary(folder.run_db).seconds == pytest.approx(123.0)
 
 
 # ---------------------------------------------------------------- when the disk fails

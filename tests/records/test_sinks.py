@@ -215,6 +215,34 @@ def test_a_file_that_is_missing_or_cannot_be_made_is_named(tmp_path: Path) -> No
         JsonlSink(tmp_path / "nowhere" / "m.jsonl")
 
 
+@given(cut=st.integers(0, 200), resume_step=st.integers(0, 5), torn_rewrite=st.booleans())
+def test_a_resumed_run_goes_on_after_the_line_of_its_checkpoint_wherever_the_kill_cut_the_file(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, resume_step: int, torn_rewrite: bool
+) -> None:
+    path = tmp_path_factory.mktemp("resumed") / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=0)  # nothing there yet
+    for step in (0, 1, 2, 2, 3, 4):  # an evaluation after step 2 has a line of its own
+        sink.write(step, {"a/x": float(step), "a/nan": math.nan})
+    sink.close()
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    known = [m["step"] for m in read_metrics(path)]
+    if torn_rewrite:  # an earlier resume was killed while it rewrote the file
+        path.with_name("metrics.jsonl.new").write_bytes(b'{"step": 1}\n{"st')
+    again = JsonlSink(path, resume_step=resume_step)
+    again.write(resume_step + 1, {"a/x": 9.0})
+    again.close()
+    kept = [step for step in known if step <= resume_step] if resume_step else []
+    assert [m["step"] for m in read_metrics(path)] == [*kept, resume_step + 1]
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_that_a_crash_of_the_machine_left_are_taken_out_when_the_run_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step"\n[2]\n\0\0\0\0\n{"step": 2}\n\0\0')
+    JsonlSink(path, resume_step=2).close()
+    assert [m["step"] for m in read_metrics(path)] == [1, 2]
+
+
 # ---------------------------------------------------------------- TensorBoard
 
 
@@ -229,6 +257,26 @@ def test_tensorboard_reads_back_the_scalars(tmp_path: Path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/kept_mean")] == [(1, 0.25), (2, 0.5)]
     assert math.isnan(events.Scalars("trainer/loss")[0].value)
+
+
+@pytest.mark.parametrize("resume_step", [2, 0])
+def test_tensorboard_forgets_the_steps_after_the_checkpoint_of_a_resumed_run(tmp_path: Path, resume_step: int) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    killed = TensorBoardSink(tmp_path)
+    for step in range(5):
+        killed.write(step, {"a/x": float(step)})
+    killed.close()
+    (file,) = tmp_path.iterdir()
+    file.rename(
+        tmp_path / "events.out.tfevents.0000000001.host.1.0"
+    )  # files are read in the order of their names, which begin with the time
+    again = TensorBoardSink(tmp_path, resume_step=resume_step)
+    again.write(resume_step + 1, {"a/x": 10.0})
+    again.close()
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    kept = [(step, float(step)) for step in range(resume_step + 1)] if resume_step else []
+    assert [(e.step, e.value) for e in events.Scalars("a/x")] == [*kept, (resume_step + 1, 10.0)]
 
 
 def test_a_missing_tensorboard_is_an_error_at_the_start_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +311,21 @@ def test_the_configuration_chooses_the_sinks(folder: RunFolder) -> None:
         sink.close()
     assert folder.metrics_jsonl.exists()
     assert any(folder.tensorboard.iterdir())
+
+
+def test_the_sinks_of_a_resumed_run_forget_what_came_after_its_checkpoint(folder: RunFolder) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+        for sink in build_sinks(folder, RecordsConfig(), resume_step):
+            for step in steps:
+                sink.write(step, {"a/x": float(step)})
+            sink.close()
+        for i, file in enumerate(sorted(folder.tensorboard.iterdir(), key=lambda file: file.stat().st_mtime_ns)):
+            file.rename(file.with_name(f"events.out.tfevents.000000000{i}"))
+    assert [m["step"] for m in read_metrics(folder.metrics_jsonl)] == [1, 2]
+    events = accumulator.EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert [e.step for e in events.Scalars("a/x")] == [1, 2]
 
 
 def test_the_room_loads_without_torch_and_tensorboard() -> None:

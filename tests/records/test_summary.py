@@ -104,6 +104,27 @@ def test_tokens_that_the_engine_counted_otherwise_are_said_loudly(run: RunSummar
     assert "  not in the ledger                     12  (please report it)" in lines
 
 
+def test_what_expired_and_what_a_kill_took_is_told_in_words_and_the_parts_sum_to_the_whole(
+    folder: RunFolder, record: Callable[..., GroupRecord]
+) -> None:
+    with Journal(folder.run_db) as journal:
+        journal.group(record(0))
+        journal.group(record(1, outcome="expired", reason="stale"))
+        journal.ledger(1, {"trained": 50, "expired": 25, "lost": 15, "of_a_later_version": 10}, {"trained": 4})
+        journal.fact(ENGINE_TOKENS, 100)
+    assert [line for line in summary_lines(read_summary(folder.run_db)) if "%" in line or "Tokens" in line] == [
+        "Tokens generated                       100  = 100 counted by the engine",
+        "  trained                               50   50.0%",
+        "  expired                               25   25.0%",
+        "  lost to kills                         15   15.0%",
+        "  of_a_later_version                    10   10.0%",
+        "Useful tokens                            0    0.0%  (non-zero advantage)",
+        "  trained                                1   50.0%",
+        "  expired                                1   50.0%",
+        "    stale                                1   50.0%",
+    ]
+
+
 def test_results_that_exist_are_named(run: RunSummary) -> None:
     (run.run_db.parent / "model").mkdir()
     assert f"  Trained model {run.run_db.parent / 'model'}" in summary_lines(run)
@@ -138,6 +159,8 @@ def test_case_126_every_group_is_counted_once_and_shares_sum_to_one(tmp_path_fac
         ("dropped", "no_spread", "invalid"),
         ("cancelled", "batch_full", None),
         ("surplus", "batch_full", None),
+        ("expired", "stale", None),
+        ("of_a_later_version", "whatever", None),
     ]
     chosen = data.draw(st.lists(st.sampled_from(ways), min_size=1, max_size=40))
     path = tmp_path_factory.mktemp("summary") / "run.db"

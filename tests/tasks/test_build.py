@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.errors import ConfigError, TaskError
-from sluice.tasks import LoadedTasks, build_tasks
+from sluice.tasks import DomainTasks, LoadedTasks, TaskList, build_tasks
 from sluice.tasks.report import REASONS
 from tests.tasks.fakes import CharTokenizer, jsonl, run_config, sums, transformers_tokenizer
 
@@ -158,9 +158,18 @@ rows_of_any_kind = st.lists(
     samples=st.integers(0, 10),
     items=st.none() | st.integers(1, 10),
     exclude=st.booleans(),
+    shares=st.sampled_from([None, {"math": 1.0}, {"law": 2.0, "math": 1.0}]),
 )
 def test_every_row_is_kept_or_dropped_for_one_reason(
-    tmp_path: Path, train: Any, held_out: Any, length: int, low: int | None, samples: int, items: int | None, exclude: bool
+    tmp_path: Path,
+    train: Any,
+    held_out: Any,
+    length: int,
+    low: int | None,
+    samples: int,
+    items: int | None,
+    exclude: bool,
+    shares: dict[str, float] | None,
 ):
     rewards = {"math": {**EXACT, "tag_included": ["gsm8k"]}, "law": CUSTOM}
     sources = [by_tag(jsonl(tmp_path / f"{name}.jsonl", rows)) for name, rows in (("a", train), ("b", train[::2]), ("c", held_out))]
@@ -171,11 +180,12 @@ def test_every_row_is_kept_or_dropped_for_one_reason(
             rewards=rewards,
             prompt_length=length,
             dataset_filter={"min_difficulty": low, "num_samples": samples},
+            domain_interleave_probs=shares,
             **({"run_validation": {"max_items": items}} if items else {}),
             **{} if exclude else {"exclude_train_from_validation": False},
         )
     except TaskError as err:
-        assert "none is left" in str(err)  # noqa: PT017 - only this one is meant
+        assert "none is left" in str(err) or "has its label" in str(err)  # noqa: PT017 - only these are meant
         return
     report = loaded.report
     assert [source.rows for source in report.sources] == [len(train), len(train[::2]), len(held_out)]
@@ -190,6 +200,7 @@ def test_every_row_is_kept_or_dropped_for_one_reason(
     assert all(1 <= len(task.prompt_ids) <= length for task in everything)
     assert all(low is None or (task.difficulty is not None and task.difficulty >= low) for task in loaded.train.tasks)
     assert all(task.answer for task in everything if task.domain == "math")
+    assert shares is None or {task.domain for task in loaded.train.tasks} == set(shares)
     if exclude:
         assert not {task.prompt for task in loaded.train.tasks} & {task.prompt for task in loaded.validation}
 
@@ -288,6 +299,67 @@ def test_a_domain_or_label_without_a_row_is_a_warning(write: Any):
     warnings = build([by_tag(write(sums(2, tag="math")))], rewards=rewards).report.warnings
     assert any(warning.startswith("rewards.law: no training prompt belongs to this domain") for warning in warnings)
     assert "rewards.math.tag_included: no row is labelled 'aime'" in warnings
+
+
+TWO = {"math": EXACT, "law": EXACT}
+SHARES = {"math": 3.0, "law": 1.0}
+
+
+def test_with_shares_tasks_are_drawn_by_domain_and_without_as_they_come(write: Any):
+    source = by_tag(write([*sums(2, tag="math"), *sums(3, 5, tag="law")]))
+    assert isinstance(build([source], rewards=TWO).train, TaskList)
+    loaded = build([source], rewards=TWO, domain_interleave_probs=SHARES, shuffle=False, epochs=1)
+    assert isinstance(loaded.train, DomainTasks)
+    assert [draw[0].task_id if (draw := loaded.train.draw("law")) else None for _ in range(4)] == ["sums/2", "sums/3", "sums/4", None]
+    assert len(loaded.train) == 5
+    assert loaded.report.warnings == ()
+
+
+def test_the_order_of_a_domain_follows_the_seed_of_the_run(write: Any):
+    source = by_tag(write(sums(30, domain="law")))
+
+    def order(seed: int) -> list[str]:
+        loaded = build([source], rewards={"law": EXACT}, domain_interleave_probs={"law": 1.0}, seed=seed)
+        return [draw[0].task_id for _ in range(30) if (draw := loaded.train.draw("law"))]
+
+    assert order(1) == order(1) != order(2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        (sums(2, 5, tag="math"), {}, r"no row of tasks\.train \(sums\) has its label - correct the data"),
+        (
+            [{"prompt": "x" * 60, "answer": "1", "tag": "law"}, {"prompt": "y" * 50, "answer": "1", "tag": "law"}],
+            {"prompt_length": 40},
+            r"of its 2 rows \(sums\) none is left: 2 prompt_too_long \(more than prompt_length 40 tokens, the shortest has 50 - raise",
+        ),
+        ([{"prompt": "a", "tag": "law"}], {}, r"of its 1 rows \(sums\) none is left: 1 missing_answer"),
+        (sums(3, 5, tag="law"), {"dataset_filter": {"num_samples": 2}}, r"of its 3 rows \(sums\) none is left: 3 num_samples"),
+        (
+            sums(3, 5, tag="law", difficulty=9),
+            {"dataset_filter": {"max_difficulty": 2.0}},
+            r"no row .* has its label\. Rows dropped before their label was read: 3 difficulty \(difficulty outside",
+        ),
+    ],
+)
+def test_a_domain_with_a_share_and_nothing_left_is_named_with_what_dropped_it(write: Any, rows: Any, more: dict[str, Any], message: str):
+    source = by_tag(write([*sums(2, tag="math", difficulty=1), *rows]))
+    with pytest.raises(
+        TaskError, match=rf"domain_interleave_probs\.law: expected at least one prompt of this domain to train on, but {message}"
+    ):
+        build([source], rewards=TWO, domain_interleave_probs=SHARES, **more)
+
+
+def test_rows_of_a_domain_without_a_share_are_left_out_of_training_with_a_warning_and_evaluated(write: Any):
+    train, held_out = write([*sums(2, tag="math"), *sums(3, 5, tag="law")]), write(sums(2, 5, tag="law"), "held_out.jsonl")
+    loaded = build([by_tag(train)], [by_tag(held_out)], rewards=TWO, domain_interleave_probs={"math": 1.0})
+    assert {task.domain for task in loaded.train.tasks} == {"math"}
+    assert loaded.report.dropped("train") == {"no_share": 3}
+    assert loaded.report.warnings == (
+        "rewards.law: 3 training rows are left out, since domain_interleave_probs gives this domain no share",
+    )
+    assert [task.domain for task in loaded.validation] == ["law", "law"]
 
 
 # ---------------------------------------------------------------- nothing left, broken data

@@ -74,6 +74,22 @@ def test_with_any_put_backs_and_saves_every_prompt_is_used_exactly_once_per_epoc
     assert Counter(used) == {(f"data/{k}", epoch): 1 for k in range(count) for epoch in range(epochs)}
 
 
+@given(count=st.integers(1, 20), draws=st.integers(0, 50), seed=st.integers(0, 99), shuffle=st.booleans())
+def test_a_prompt_can_come_back_exactly_when_it_has_been_drawn_in_that_epoch(count: int, draws: int, seed: int, shuffle: bool):
+    task_list = TaskList(tasks(count), seed=seed, shuffle=shuffle)
+    found = drawn(task_list, draws)
+    returned = []
+    for epoch in range(task_list.epoch + 2):
+        for k in range(count):
+            try:
+                task_list.put_back(f"data/{k}", epoch)
+                returned.append((f"data/{k}", epoch))
+            except TaskError:
+                pass
+    assert Counter(returned) == Counter(found)
+    assert drawn(task_list, len(returned)) == returned
+
+
 @given(count=st.integers(1, 20), before=st.integers(0, 50), seed=st.integers(0, 99), shuffle=st.booleans())
 def test_a_saved_and_loaded_list_goes_on_as_if_nothing_had_happened(count: int, before: int, seed: int, shuffle: bool):
     undisturbed = TaskList(tasks(count), seed=seed, shuffle=shuffle)
@@ -82,6 +98,20 @@ def test_a_saved_and_loaded_list_goes_on_as_if_nothing_had_happened(count: int, 
     resumed.load_state_dict(json.loads(json.dumps(undisturbed.state_dict())))
     assert resumed.state_dict() == undisturbed.state_dict()
     assert drawn(resumed, 2 * count) == drawn(undisturbed, 2 * count)
+
+
+def test_lists_of_two_domains_share_a_seed_and_no_order():
+    orders = [ids(TaskList(tasks(50), seed=1, domain=domain), 100) for domain in ("math", "maths", "code", None)]
+    epochs = [tuple(order[start : start + 50]) for order in orders for start in (0, 50)]
+    assert len(set(epochs)) == 8
+    assert ids(TaskList(tasks(50), seed=1, domain="math"), 100) == orders[0]
+
+
+def test_a_list_does_not_look_ahead_for_a_domain():
+    task_list = TaskList(tasks(3), seed=1)
+    with pytest.raises(TaskError, match="a task of domain 'math' was asked for - use DomainTasks"):
+        task_list.draw("math")
+    assert task_list.position == 0
 
 
 def test_each_epoch_has_an_order_of_its_own_and_another_seed_has_others():
@@ -121,6 +151,14 @@ def test_case_94_the_first_prompts_after_a_resume_are_those_in_flight_then_new_o
     resumed.load_state_dict(state)
     assert ids(resumed, 4) == [4, 5, 6, 7]
     assert ids(task_list, 2) == [6, 7]  # the list that was saved is unchanged
+
+
+def test_case_41_a_list_that_has_been_gone_through_starts_anew_or_says_that_nothing_is_left():
+    for_ever, once = TaskList(tasks(3), seed=1), TaskList(tasks(3), seed=1, epochs=1)
+    drawn(for_ever, 3)
+    drawn(once, 3)
+    assert [epoch for _, epoch in drawn(for_ever, 4)] == [1, 1, 1, 2]
+    assert once.draw() is None
 
 
 def test_case_96_a_dropped_prompt_is_consumed_and_steps_follow_from_the_trained_ones():
@@ -200,6 +238,22 @@ def test_a_resumed_run_may_have_another_limit_of_epochs():
     longer.load_state_dict(first.state_dict())
     assert first.draw() is None
     assert {epoch for _, epoch in drawn(longer, 9)} == {1}
+
+
+def test_a_resumed_run_with_fewer_epochs_than_it_had_draws_nothing_new_but_what_came_back():
+    first = TaskList(tasks(4), seed=1)
+    in_flight = drawn(first, 10)[-1:]
+    shorter = TaskList(tasks(4), seed=1, epochs=2)
+    shorter.load_state_dict(first.state_dict(in_flight))
+    assert drawn(shorter, 5) == in_flight
+
+
+def test_data_are_digested_once_however_often_the_state_is_saved(monkeypatch: pytest.MonkeyPatch):
+    task_list = TaskList(tasks(3), seed=1)
+    state = task_list.state_dict()
+    monkeypatch.setattr("sluice.tasks.task_list.hashlib", None)
+    assert task_list.state_dict() == state
+    task_list.load_state_dict(state)
 
 
 def test_the_fingerprint_tells_fields_apart_that_join_to_the_same_text():

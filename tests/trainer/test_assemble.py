@@ -18,7 +18,9 @@ from sluice.types import Batch, Failure, Group, Rollout, Sample, Task, Turn
 PAD = 99
 
 
-def turn(prompt: list[int], tokens: list[int], logprobs: list[float] | None = None, version: int = 0) -> Turn:
+def turn(
+    prompt: list[int], tokens: list[int], logprobs: list[float] | None = None, version: int = 0, versions: list[int] | None = None
+) -> Turn:
     return Turn(
         prompt_ids=np.array(prompt, dtype=np.int64),
         token_ids=np.array(tokens, dtype=np.int64),
@@ -26,6 +28,7 @@ def turn(prompt: list[int], tokens: list[int], logprobs: list[float] | None = No
         text="",
         finish_reason="stop",
         policy_version=version,
+        token_versions=None if versions is None else np.array(versions, dtype=np.int64),
     )
 
 
@@ -66,14 +69,25 @@ tokens = st.lists(st.integers(0, 50), max_size=6)
 
 
 @st.composite
+def turns_of(draw: st.DrawFn, prompts: st.SearchStrategy[list[int]]) -> Turn:
+    """A turn of one version, or one that updates cut through."""
+    sampled, oldest = draw(tokens), draw(st.integers(0, 3))
+    if draw(st.booleans()):
+        return turn(draw(prompts), sampled, version=oldest)
+    later = sorted(draw(st.lists(st.integers(oldest, 5), min_size=len(sampled), max_size=len(sampled))))
+    versions = [oldest, *later[1:]] if later else []
+    return turn(draw(prompts), sampled, version=oldest, versions=versions)
+
+
+@st.composite
 def batches(draw: st.DrawFn) -> Batch:
     groups = []
     for group_id in range(draw(st.integers(1, 4))):
         members, rewards, counted = [], [], []
         for _ in range(draw(st.integers(1, 4))):
-            turns = [turn(draw(tokens.filter(bool)), draw(tokens), version=draw(st.integers(0, 9)))] if draw(st.booleans()) else []
+            turns = [draw(turns_of(tokens.filter(bool)))] if draw(st.booleans()) else []
             if turns:
-                turns += [turn(draw(tokens), draw(tokens)) for _ in range(draw(st.integers(0, 3)))]
+                turns += [draw(turns_of(tokens)) for _ in range(draw(st.integers(0, 3)))]
             reward = draw(st.none() | st.floats(-5, 5))
             members.append(tuple(turns))
             rewards.append(reward)
@@ -82,12 +96,65 @@ def batches(draw: st.DrawFn) -> Batch:
     return batch(*groups)
 
 
-@given(batches())
-def test_case_64_ids_mask_and_log_probs_of_a_row_always_have_one_length(given_batch: Batch) -> None:
-    samples = samples_from_batch(given_batch)
+stale_tokens = st.sampled_from(["train", "mask"])
+
+
+@given(batches(), stale_tokens)
+def test_case_64_ids_mask_log_probs_and_versions_of_a_row_always_have_one_length(given_batch: Batch, stale: Any) -> None:
+    samples = samples_from_batch(given_batch, stale_tokens=stale)
     assert len(samples) == sum(len(g.rollouts) for g in given_batch.groups)
     for sample in samples:
         assert len(sample.completion_ids) == len(sample.loss_mask) == len(sample.inference_logprobs)
+        assert sample.token_versions is None or len(sample.token_versions) == len(sample.completion_ids)
+
+
+@given(batches())
+def test_every_sampled_token_keeps_the_version_that_sampled_it(given_batch: Batch) -> None:
+    for rollout, sample in zip([r for g in given_batch.groups for r in g.rollouts], samples_from_batch(given_batch), strict=True):
+        expected: list[int] = []
+        for index, t in enumerate(rollout.turns):
+            expected += [-1] * len(t.prompt_ids) if index else []
+            expected += [t.policy_version] * len(t.token_ids) if t.token_versions is None else t.token_versions.tolist()
+        assert sample.policy_version == rollout.policy_version
+        if sample.token_versions is None:
+            assert set(expected) <= {-1, rollout.policy_version}, "None says that one version sampled all"
+        else:
+            assert sample.token_versions.tolist() == expected
+            assert set(expected) - {-1} != {rollout.policy_version}
+
+
+@given(batches())
+def test_stale_tokens_that_are_masked_are_those_older_than_the_newest_of_their_sample(given_batch: Batch) -> None:
+    for whole, masked in zip(samples_from_batch(given_batch), samples_from_batch(given_batch, stale_tokens="mask"), strict=True):
+        if whole.token_versions is None:
+            assert (masked.loss_mask == whole.loss_mask).all()
+        else:
+            assert list(masked.loss_mask) == list(whole.loss_mask & (whole.token_versions == max(whole.token_versions)))
+        assert masked.loss_mask.any() == whole.loss_mask.any()
+        assert (masked.reward, masked.is_counted) == (whole.reward, whole.is_counted)
+
+
+@pytest.mark.parametrize(("new", "mask"), [(3, [0, 0, 0, 0, 0, 1, 1, 1]), (0, [1, 1, 1, 1, 1])])
+def test_case_64_the_mask_grows_with_the_tokens(new: int, mask: list[int]) -> None:
+    resumed = turn([7], [3] * 5 + [4] * new, version=2, versions=[2] * 5 + [3] * new)
+    (sample,) = samples_from_batch(batch(group(0, [(resumed,)], [1.0])), stale_tokens="mask")
+    assert sample.loss_mask.tolist() == mask
+    assert len(sample.inference_logprobs) == len(sample.completion_ids) == 5 + new
+
+
+def test_turns_of_different_versions_carry_the_versions_of_their_tokens() -> None:
+    turns = (turn([7], [3, 4], version=5), turn([9], [5, 6], version=6, versions=[6, 7]), turn([9], [2], version=7))
+    (sample,) = samples_from_batch(batch(group(0, [turns], [1.0])))
+    assert sample.token_versions is not None
+    assert sample.token_versions.tolist() == [5, 5, -1, 6, 7, -1, 7]
+    assert sample.policy_version == 5
+    (masked,) = samples_from_batch(batch(group(0, [turns], [1.0])), stale_tokens="mask")
+    assert masked.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 1]
+
+
+def test_versions_that_are_not_one_per_token_are_refused() -> None:
+    with pytest.raises(TrainerError, match=r"group 3, member 0 .*, turn 0: expected one version per sampled token, got 2 for 3"):
+        samples_from_batch(batch(group(3, [(turn([7], [2, 3, 4], versions=[0, 1]),)], [1.0])))
 
 
 @given(batches())
@@ -118,6 +185,8 @@ def test_padding_takes_nothing_away_and_adds_nothing_that_counts(given_batch: Ba
         assert list(arrays["prompt_ids"][row][arrays["prompt_mask"][row] == 1]) == list(sample.prompt_ids)
         assert list(arrays["completion_ids"][row][arrays["completion_mask"][row] == 1]) == list(sample.completion_ids)
         assert arrays["tool_mask"][row].sum() == sample.loss_mask.sum()
+        versions = arrays["token_versions"][row][arrays["tool_mask"][row] == 1]
+        assert (versions == (sample.policy_version if sample.token_versions is None else sample.token_versions[sample.loss_mask])).all()
         assert arrays["prompt_mask"][row, -1] == 1, "the last prompt token stands next to the completion"
     assert arrays["tool_mask"].sum() == sum(s.loss_mask.sum() for s in samples)
     assert not arrays["tool_mask"][len(samples) :].any()
@@ -174,13 +243,15 @@ def test_a_member_without_reward_must_not_count() -> None:
 
 def test_case_25_a_placeholder_is_outside_every_statistic_and_count() -> None:
     members: list[tuple[Turn, ...]] = [(turn([7, 8], [3, 4]),), (turn([7, 8], [3]),), (turn([7, 8], [5, 6]),), ()]
-    samples = samples_from_batch(batch(group(0, members, [1.0, 0.0, 1.0, None])))
+    given = batch(group(0, members, [1.0, 0.0, 1.0, None]))
+    samples = samples_from_batch(given)
     advantages = advantages_for(samples, AdvantageConfig(scale="none"))
     np.testing.assert_allclose(advantages, [1 / 3, -2 / 3, 1 / 3, 0], atol=1e-12)
-    metrics = batch_metrics(samples, advantages)
+    metrics = batch_metrics(given, samples, advantages)
     assert metrics["batch/counted_reward_mean"] == pytest.approx(2 / 3)
     assert metrics["batch/loss_tokens"] == metrics["batch/useful_tokens"] == 5
     assert metrics["batch/counted_rollouts"] == 3
+    assert metrics["batch/completion_length_mean"] == pytest.approx(5 / 3)
     assert metrics["batch/zero_advantage_share"] == 0.25
     assert not collate(samples, advantages, pad_id=PAD)["tool_mask"][3].any()
 
@@ -245,8 +316,9 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right() -> None:
 
 
 def test_batch_metrics_by_hand() -> None:
-    samples = samples_from_batch(batch(one_turn(0, [1.0, 1.0]), one_turn(1, [1.0, 0.0, None])))
-    metrics = batch_metrics(samples, advantages_for(samples, AdvantageConfig()))
+    given = batch(one_turn(0, [1.0, 1.0]), one_turn(1, [1.0, 0.0, None]))
+    samples = samples_from_batch(given)
+    metrics = batch_metrics(given, samples, advantages_for(samples, AdvantageConfig()))
     assert metrics == {
         "batch/groups": 2,
         "batch/rollouts": 5,
@@ -255,9 +327,21 @@ def test_batch_metrics_by_hand() -> None:
         "batch/loss_tokens": 1 + 2 + 1 + 2,
         "batch/useful_groups": 1,
         "batch/useful_tokens": 1 + 2,
+        "batch/completion_length_mean": pytest.approx((1 + 2 + 1 + 2 + 3) / 5),
         "batch/reward_mean": 0.75,
         "batch/counted_reward_mean": 0.75,
     }
+
+
+def test_the_completion_length_is_that_of_what_was_sampled_trained_on_or_not() -> None:
+    turns = (turn([7], [3, 4]), turn([9, 9], [5], version=1))
+    given = batch(group(0, [turns, (turn([7], [3, 4, 5, 6]),), ()], [1.0, 0.0, None], [True, False, False]))
+    samples = samples_from_batch(given, stale_tokens="mask")
+    metrics = batch_metrics(given, samples, advantages_for(samples, AdvantageConfig()))
+    assert metrics["batch/completion_length_mean"] == (3 + 4) / 2
+    assert metrics["batch/loss_tokens"] == 1
+    nothing = batch(group(0, [()], [None]))
+    assert "batch/completion_length_mean" not in batch_metrics(nothing, samples_from_batch(nothing), np.zeros(1))
 
 
 def test_importing_the_room_does_not_import_torch() -> None:

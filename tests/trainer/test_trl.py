@@ -69,7 +69,8 @@ def assert_last_step_is_the_reference(run: Run, model_folder: Path, loss_type: s
     last = [batch for batch in run.source.given if batch is not None][-1]
     policy, start = load(model_folder), load(model_folder)
     policy.load_state_dict(run.engine.published[-2][1])
-    loss = reference_loss(policy, start, samples_from_batch(last), loss_type, **reference)
+    samples = samples_from_batch(last, stale_tokens=run.config.trainer.stale_tokens)
+    loss = reference_loss(policy, start, samples, loss_type, **reference)
     loss.backward()
     assert run.steps[-1][1]["actor/loss"] == pytest.approx(loss.item(), abs=2e-6)
     gradients = run.gradients[-1]
@@ -252,6 +253,8 @@ def test_in_float32_the_log_probs_of_every_trained_batch_match(model_folder: Pat
     run = Run(model_folder, tmp_path, always, max_steps=4).train()
     assert all(metrics["actor/logprob_gap_max"] < 1e-5 for _, metrics in run.steps)
     assert all(0 < metrics["actor/logprob_gap_mean"] <= metrics["actor/logprob_gap_max"] for _, metrics in run.steps)
+    assert all(metrics["actor/on_policy_token_share"] == 1 for _, metrics in run.steps)
+    assert not any("off_policy" in name for _, metrics in run.steps for name in metrics)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -306,6 +309,141 @@ def test_log_probs_of_masked_tokens_never_matter(model_folder: Path, tmp_path: P
 def test_under_bf16_the_distance_is_only_recorded(model_folder: Path, tmp_path: Path) -> None:
     run = Run(model_folder, tmp_path, always, engine=FakeEngine(model_folder, temperature=0.9), bf16=True).train()
     assert all(metrics["actor/logprob_gap_max"] > 1e-2 for _, metrics in run.steps)
+
+
+# ---------------------------------------------------------------- batches of older weights
+
+
+class Behind:
+    """Gives the last `groups` of the three groups of a batch one step after they were sampled."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+        self.before: Batch | None = None
+
+    def __call__(self, engine: FakeEngine, call: int) -> Batch:
+        now = engine.batch()
+        before, self.before = self.before or now, now
+        return replace(now, groups=(*now.groups[: 3 - self.groups], *before.groups[3 - self.groups :]))
+
+
+def cut_through(engine: FakeEngine, call: int) -> Batch:
+    """From the second batch on: as if the weights before had sampled the first half of each response."""
+    if call == 0:
+        return engine.batch()
+    older, version = load(engine.folder), engine.version
+    older.load_state_dict(engine.published[-2][1])
+
+    def change(turn: Any) -> Any:
+        half, row = len(turn.token_ids) // 2, [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
+        with torch.no_grad():
+            before = logprobs_of(older, [row])[0][len(turn.prompt_ids) - 1 :].numpy()
+        return replace(
+            turn,
+            inference_logprobs=np.concatenate([before[:half], turn.inference_logprobs[half:]]),
+            policy_version=version - (half > 0),
+            token_versions=np.array([version - 1] * half + [version] * (len(row) - len(turn.prompt_ids) - half)),
+        )
+
+    return with_turns(engine.batch(), change)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_older_weights_sampled_is_recorded_apart_and_held_to_no_tolerance(
+    model_folder: Path, tmp_path: Path, groups: int, own: bool
+) -> None:
+    run = Run(model_folder, tmp_path, Behind(groups), async_generation_ratio=1)
+    run.trainer._own_old_logprobs = own
+    run.train()
+    first, second = (metrics for _, metrics in run.steps)
+    assert first["actor/on_policy_token_share"] == 1
+    assert "actor/off_policy_logprob_gap_max" not in first
+    model = load(model_folder)
+    model.load_state_dict(run.engine.published[1][1])
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    assert run.source.given[1] is not None
+    for sample in samples_from_batch(run.source.given[1]):
+        with torch.no_grad():
+            ours = logprobs_of(model, [[*sample.prompt_ids.tolist(), *sample.completion_ids.tolist()]])[0][len(sample.prompt_ids) - 1 :]
+        gaps[sample.policy_version == 1] += np.abs(ours.numpy() - sample.inference_logprobs).tolist()
+    assert second["actor/on_policy_token_share"] == pytest.approx(len(gaps[True]) / len(gaps[True] + gaps[False]))
+    assert second["actor/off_policy_logprob_gap_max"] == pytest.approx(max(gaps[False]), abs=1e-5)
+    assert second["actor/off_policy_logprob_gap_mean"] == pytest.approx(np.mean(gaps[False]), abs=1e-5)
+    assert second["actor/off_policy_logprob_gap_mean"] > 1e-3
+    if groups == 3:
+        assert not any(name.startswith("actor/logprob_gap") for name in second)
+    else:
+        assert 0 < second["actor/logprob_gap_max"] < 1e-5
+
+
+def test_in_a_synchronous_run_whatever_older_weights_sampled_is_a_fault(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="at step 1, .* sampled by version 0 - the engine sampled with other weights"):
+        Run(model_folder, tmp_path, Behind(1)).train()
+
+
+@pytest.mark.parametrize("stale", ["train", "mask"])
+def test_tokens_of_a_response_that_an_update_cut_through_train_or_not_as_set(model_folder: Path, tmp_path: Path, stale: str) -> None:
+    run = Run(model_folder, tmp_path, cut_through, async_generation_ratio=1, stale_tokens=stale, max_grad_norm=1e9)
+    assert_last_step_is_the_reference(run, model_folder, "dapo")
+    metrics = run.steps[-1][1]
+    assert metrics["actor/logprob_gap_max"] < 1e-5
+    if stale == "mask":
+        assert metrics["actor/on_policy_token_share"] == 1
+        assert "actor/off_policy_logprob_gap_max" not in metrics
+        assert metrics["batch/loss_tokens"] == 21
+    else:
+        assert metrics["actor/on_policy_token_share"] == pytest.approx(21 / 36)
+        assert metrics["actor/off_policy_logprob_gap_max"] > 1e-3
+        assert metrics["batch/loss_tokens"] == 36
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x, new: np.where(new, np.roll(x, 1), x), "at step 1, .* sampled by version 1 - the two rows are shifted by one token"),
+        (lambda x, new: np.where(new, x - 0.5, x), "at step 1, .* sampled by version 1 - other weights sampled the tokens before it"),
+        (lambda x, new: np.where(new, x, np.nan), "got nan at step 1, .* sampled by version 0 - the engine must report a finite log-prob"),
+        (lambda x, new: np.where(new, x, -np.inf), "got inf at step 1, .* sampled by version 0 - the engine must report a finite log-prob"),
+    ],
+)
+def test_log_probs_of_a_cut_through_response_that_do_not_match_are_named_by_their_cause(
+    model_folder: Path, tmp_path: Path, spoil: Any, message: str
+) -> None:
+    def make(engine: FakeEngine, call: int) -> Batch:
+        def change(turn: Any) -> Any:
+            if turn.token_versions is None or len(turn.token_ids) < 5:
+                return turn
+            logprobs = spoil(turn.inference_logprobs, turn.token_versions == 1)
+            return replace(turn, inference_logprobs=logprobs.astype(np.float32))
+
+        return with_turns(cut_through(engine, call), change)
+
+    with pytest.raises(TrainerError, match=rf"within 0\.0001 .*{message}"):
+        Run(model_folder, tmp_path, make, async_generation_ratio=1).train()
+
+
+def test_a_shift_within_the_turns_of_a_rollout_is_named(model_folder: Path, tmp_path: Path) -> None:
+    def make(engine: FakeEngine, call: int) -> Batch:
+        group = engine.group(0, [2, 3], [4, 4], [1.0, 0.0], reply=[9, 4])
+        batch = Batch(groups=(group,), requested=1, step=call)
+        return with_turns(batch, lambda turn: replace(turn, inference_logprobs=np.roll(turn.inference_logprobs, 1)))
+
+    with pytest.raises(TrainerError, match="shifted by one token"):
+        Run(model_folder, tmp_path, make).train()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "usual", "domain", "expected"),
+    [(0, None, None, True), (0.5, None, None, False), (0, 1, None, False), (2, 0, None, True), (2, None, 0, True), (0, None, 1, False)],
+)
+def test_a_run_is_synchronous_when_no_trained_group_may_be_older_than_its_step(
+    model_folder: Path, ratio: float, usual: int | None, domain: int | None, expected: bool
+) -> None:
+    config = tiny_config(model_folder, async_generation_ratio=ratio)
+    rewards = {name: reward.model_copy(update={"max_staleness": domain}) for name, reward in config.rewards.items()}
+    resampling = config.resampling.model_copy(update={"max_staleness": usual})
+    assert room._is_synchronous(config.model_copy(update={"rewards": rewards, "resampling": resampling})) == expected
 
 
 # ---------------------------------------------------------------- weights are published

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from sluice.config.models import RlvrConfig
+from sluice.trainer.base import OnSave
 from sluice.trainer.trl import SluiceGRPOTrainer, build_trainer
 from sluice.types import Batch, Failure, Group, Rollout, Task, Turn
 
@@ -42,7 +43,14 @@ def save_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def tiny_config(folder: Path, *, lora: Mapping[str, Any] | None = None, temperature: float = 1.0, **trainer: Any) -> RlvrConfig:
+def tiny_config(
+    folder: Path,
+    *,
+    lora: Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
+    async_generation_ratio: float = 0.0,
+    **trainer: Any,
+) -> RlvrConfig:
     return RlvrConfig.model_validate(
         {
             "exp_name": "tiny",
@@ -53,8 +61,9 @@ def tiny_config(folder: Path, *, lora: Mapping[str, Any] | None = None, temperat
             "num_return_sequences_in_group": 4,
             "prompt_length": 8,
             "response_length": 6,
+            "async_generation_ratio": async_generation_ratio,
             "engine": {"temperature": temperature},
-            "trainer": {"max_steps": 2, "learning_rate": 1e-2, "micro_batch_size": 5} | trainer,
+            "trainer": {"max_steps": 2, "learning_rate": 1e-2, "micro_batch_size": 5, "save_every_steps": None} | trainer,
         }
     )
 
@@ -75,6 +84,7 @@ class FakeEngine:
     """Log-probs by full forward passes of a model of its own; keeps every state that it was given."""
 
     def __init__(self, folder: Path, *, temperature: float = 1.0, seed: int = 0) -> None:
+        self.folder = folder
         self.model = load(folder)
         self.temperature = temperature
         self.random = np.random.default_rng(seed)
@@ -179,6 +189,7 @@ class Run:
         make: Callable[[FakeEngine, int], Batch | None],
         *,
         engine: FakeEngine | None = None,
+        on_save: OnSave | None = None,
         **config: Any,
     ) -> None:
         self.config = tiny_config(folder, **config)
@@ -193,6 +204,7 @@ class Run:
             source=self.source,
             publisher=self.engine,
             on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
+            on_save=on_save,
         )
         clip = self.trainer._clip_grad_norm
 
@@ -202,6 +214,6 @@ class Run:
 
         self.trainer._clip_grad_norm = keep_and_clip
 
-    def train(self) -> Run:
-        self.trainer.train()
+    def train(self, resume_from_checkpoint: Path | None = None) -> Run:
+        self.trainer.train(resume_from_checkpoint)
         return self

@@ -1,7 +1,8 @@
-"""The command line: `sluice train` and `sluice doctor`.
+"""The command line: `sluice train`, `sluice status` and `sluice doctor`.
 
     app.py          the commands, their options and help
     reporting.py    errors as one line for a person, and the exit codes
+    status.py       what `sluice status` prints
     doctor.py       what `sluice doctor` asks, and how an answer looks
     environment.py  its questions about this machine
     recipe.py       its questions about one recipe

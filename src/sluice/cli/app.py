@@ -10,9 +10,13 @@ import typer
 
 import sluice
 from sluice.cli.reporting import FAILED, STOPPED, reported, unless_nobody_reads
+from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
     from sluice.cli.doctor import Check
+    from sluice.cli.progress import ProgressDisplay
+    from sluice.cli.quiet import QuietDisplay
+    from sluice.pipeline.rlvr import RunResult
 
 app = typer.Typer(
     name="sluice",
@@ -54,9 +58,12 @@ def _common(
 
 @app.command()
 def train(
-    recipe: Recipe,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="The YAML file of the run.", show_default=False)] = None,
     overrides: Overrides = None,
     seed: Seed = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False)
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of a live display, as without a terminal.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and the result only.")] = False,
 ) -> None:
@@ -65,29 +72,73 @@ def train(
     Everything the run decides is written to a new folder under `records.root` (default `runs/`), which is printed at the end.
     Ctrl-C stops it in bounded time with everything saved; a second Ctrl-C stops it at once.
 
+    `--resume RUN` takes up a run that was stopped, failed or was killed, from its newest whole checkpoint: no recipe is given then, and
+    only few settings may be changed.
+
     Example: `sluice train recipes/rlvr_arithmetic.yaml seed=1 trainer.max_steps=20`
+
+    Example: `sluice train --resume runs/RUN`
 
     Exit codes: 0 done, 1 the run failed, 2 the recipe or its data are wrong, 130 stopped by Ctrl-C.
     """
     with reported():
-        from sluice.config import load_config
-
-        config = load_config(recipe, _with_seed(overrides, seed))
-
-        from sluice.cli.progress import ProgressDisplay
-        from sluice.cli.quiet import QuietDisplay
-        from sluice.pipeline.rlvr import train as run
         from sluice.records import read_summary, summary_lines
 
-        display = QuietDisplay() if quiet else ProgressDisplay(config.exp_name, live=False if plain else None)
-        with display:
-            result = run(config, config_path=recipe, display=display)
+        result = _resume(resume, recipe, overrides, seed, plain, quiet) if resume else _train(recipe, overrides, seed, plain, quiet)
         lines = summary_lines(read_summary(result.folder / "run.db"))
         with unless_nobody_reads():
             for line in lines:
                 typer.echo(line)
         if result.interrupted:
             raise typer.Exit(STOPPED)
+
+
+def _display(name: str, plain: bool, quiet: bool) -> ProgressDisplay | QuietDisplay:
+    from sluice.cli.progress import ProgressDisplay
+    from sluice.cli.quiet import QuietDisplay
+
+    return QuietDisplay() if quiet else ProgressDisplay(name, live=False if plain else None)
+
+
+def _train(recipe: Path | None, overrides: list[str] | None, seed: int | None, plain: bool, quiet: bool) -> RunResult:
+    if recipe is None:
+        raise ConfigError("expected the YAML file of a run, got none - sluice train RECIPE, or sluice train --resume RUN")
+    from sluice.config import load_config
+
+    config = load_config(recipe, _with_seed(overrides, seed))
+    with _display(config.exp_name, plain, quiet) as display:
+        from sluice.pipeline.rlvr import train as run
+
+        return run(config, config_path=recipe, display=display)
+
+
+def _resume(folder: Path, recipe: Path | None, overrides: list[str] | None, seed: int | None, plain: bool, quiet: bool) -> RunResult:
+    changes = [*([] if recipe is None else [str(recipe)]), *_with_seed(overrides, seed)]  # the first positional argument is a change here
+    wrong = [change for change in changes if "=" not in change]
+    if wrong:
+        raise ConfigError(f"--resume takes no recipe, only settings to change (KEY=VALUE), got {wrong[0]} - the run folder has its recipe")
+    with _display(folder.name, plain, quiet) as display:
+        from sluice.pipeline.rlvr import resume as run
+
+        return run(folder, overrides=changes, display=display)
+
+
+@app.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as `sluice train` prints it.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Show how a run is doing: what it waits for, what is in flight, what the filters drop, and how to go on when it is dead.
+
+    Works while the run goes on, after its end and after a kill, and disturbs nothing. Ages are as of now, or as of the death of the run.
+
+    Exit codes: 0 shown, 1 there is no run.
+    """
+    with reported():
+        from sluice.cli.status import show_status
+
+        with unless_nobody_reads():
+            show_status(run, as_json=as_json)
 
 
 @app.command()

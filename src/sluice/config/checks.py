@@ -12,15 +12,17 @@ To add a rule, yield one `Finding`: the key to change, the keys it was weighed a
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.config.models import RlvrConfig, Section, TaskSourceConfig
+from sluice.config.models import LARGEST_GROUP, RlvrConfig, Section, TaskSourceConfig
 from sluice.config.problems import KeyPath, dotted, suggestion
 
+SUM_TOLERANCE = 1e-6  # of shares that make a whole: thirds may be written with seven digits
 SPREAD_FILTERS = frozenset({"std_filter"})  # query filters that need two members to see a difference
 
 _SOURCE_KEYS = {  # source type: keys it cannot do without, keys it may have; `type`, `domain` and `source_name` apply to all
@@ -48,6 +50,8 @@ def contradictions(config: RlvrConfig) -> Iterator[Finding]:
     yield from _check_dataset_filter(config)
     yield from _check_group_size(config)
     yield from _check_batch(config)
+    yield from _check_staleness(config)
+    yield from _check_mix(config)
 
 
 def without_effect(config: RlvrConfig) -> Iterator[Finding]:
@@ -67,6 +71,9 @@ def without_effect(config: RlvrConfig) -> Iterator[Finding]:
     for domain in config.rewards:
         yield from _idle_reward_keys(config, domain)
     yield from _idle_filling_keys(config)
+    yield from _idle_async_keys(config)
+    yield from _idle_mix_keys(config)
+    yield from _idle_guard_keys(config)
     yield from _idle_trainer_keys(config)
 
 
@@ -115,7 +122,7 @@ def _check_sources(config: RlvrConfig) -> Iterator[Finding]:
 
 def _check_domains(config: RlvrConfig) -> Iterator[Finding]:
     owner: dict[str, str] = {}
-    named = _named_domains(config)
+    named, is_open = _named_domains(config, "train", "validation")
     for domain, reward in config.rewards.items():
         path = ("rewards", domain)
         if not domain or set(domain) - set(string.ascii_letters + string.digits + "_-"):
@@ -124,7 +131,7 @@ def _check_domains(config: RlvrConfig) -> Iterator[Finding]:
                 message="expected a domain name of letters, digits, '_' and '-' (it becomes part of metric names and overrides)"
                 " - labels of the data with other characters go into tag_included",
             )
-        if named is not None and domain not in named:
+        if not is_open and domain not in named:
             yield Finding(
                 path=path,
                 reads=(("tasks",),),
@@ -202,6 +209,13 @@ def _check_group_size(config: RlvrConfig) -> Iterator[Finding]:
             reads=(size_key,),
             message=f"must not be above num_return_sequences_in_group ({size}), got {least}",
         )
+    if size + config.group_size_redundancy > LARGEST_GROUP:
+        yield Finding(
+            path=("group_size_redundancy",),
+            reads=(size_key,),
+            message=f"must be at most {LARGEST_GROUP - size} with num_return_sequences_in_group {size}, got "
+            f"{config.group_size_redundancy}: a group has at most {LARGEST_GROUP} members at once - lower one of the two",
+        )
     if size > 1:
         return
     yield Finding(
@@ -218,11 +232,6 @@ def _check_group_size(config: RlvrConfig) -> Iterator[Finding]:
 
 
 def _check_batch(config: RlvrConfig) -> Iterator[Finding]:
-    if config.async_generation_ratio != 0:
-        yield Finding(
-            path=("async_generation_ratio",),
-            message=f"must be 0, got {config.async_generation_ratio:g}: only synchronous training is there - delete the key",
-        )
     limit = config.resampling.max_groups_per_batch
     if limit is not None and limit < config.rollout_batch_size and config.resampling.fill == "refill":
         yield Finding(
@@ -236,6 +245,66 @@ def _check_batch(config: RlvrConfig) -> Iterator[Finding]:
             reads=(("max_additional_running_prompts",),),
             message="has no effect because max_additional_running_prompts is 0 - raise it, or delete both keys",
         )
+
+
+def _check_staleness(config: RlvrConfig) -> Iterator[Finding]:
+    ratio_key: KeyPath = ("async_generation_ratio",)
+    ahead = _steps_ahead(config)
+    for path, age in _ages(config).items():
+        if age is not None and age < ahead:
+            yield Finding(
+                path=path,
+                reads=(ratio_key,),
+                message=f"must be at least {ahead} with async_generation_ratio {config.async_generation_ratio:g}, got {age}: groups start "
+                f"{ahead} {'step' if ahead == 1 else 'steps'} ahead, and would expire before they could be used - raise it, or lower "
+                "async_generation_ratio",
+            )
+    if config.resampling.fill == "shrink":
+        return
+    path = ("resampling", "surplus")
+    if config.resampling.surplus == "discard" and ahead > 0:
+        yield Finding(
+            path=path,
+            reads=(ratio_key,),
+            message=f"must be carry with async_generation_ratio {config.async_generation_ratio:g}, got discard: all groups that started "
+            "ahead would be thrown away - delete it, or set async_generation_ratio to 0",
+        )
+    if config.resampling.surplus == "carry" and ahead == 0 and _longest_age(config) < 1:
+        yield Finding(
+            path=path,
+            reads=(ratio_key, *_ages(config)),
+            message="carry needs a max_staleness of at least 1, got 0: a carried group is a step old when it is used - set "
+            "resampling.max_staleness to 1 or more",
+        )
+
+
+def _check_mix(config: RlvrConfig) -> Iterator[Finding]:
+    shares = config.domain_interleave_probs
+    if shares is None:
+        return
+    path: KeyPath = ("domain_interleave_probs",)
+    drawn, is_open = _named_domains(config, "train")
+    for domain in shares:
+        if domain not in config.rewards:
+            near = suggestion(domain, config.rewards, what="reward domains")
+            yield Finding(path=(*path, domain), reads=(("rewards",),), message=f"expected a domain of `rewards`, got {domain!r}{near}")
+        elif not is_open and domain not in drawn:
+            yield Finding(
+                path=(*path, domain),
+                reads=(("tasks", "train"),),
+                message="no source of tasks.train has this domain, so that nothing can be drawn for its share - delete it, or correct the "
+                "domain of a source",
+            )
+    for domain in _without_share(config, shares):
+        yield Finding(
+            path=path,
+            reads=(("rewards",), ("tasks",)),
+            message=f"expected a share for each domain of tasks.train, got none for {domain}, which would never be drawn - add it, or "
+            "delete its source",
+        )
+    total = math.fsum(shares.values())
+    if abs(total - 1) > SUM_TOLERANCE:
+        yield Finding(path=path, message=f"expected shares that sum to 1, got {total:.9g} - divide each by their sum")
 
 
 # ---------------------------------------------------------------- keys without effect
@@ -272,14 +341,67 @@ def _idle_filling_keys(config: RlvrConfig) -> Iterator[Finding]:
         yield _idle(("max_additional_running_prompts",), ("is_use_additional_prompts",), "false", "set is_use_additional_prompts to true")
     if config.resampling.fill == "shrink":
         reason = ("resampling", "fill"), "shrink, which draws exactly rollout_batch_size groups", "set fill to refill"
-        for name in ("max_resample_rounds", "max_groups_per_batch", "on_exhausted"):
+        for name in ("max_resample_rounds", "max_groups_per_batch", "on_exhausted", "collect", "surplus"):
             yield _idle(("resampling", name), *reason)
-        if config.is_use_additional_prompts:
-            yield _idle(("is_use_additional_prompts",), *reason)
-            yield _idle(("max_additional_running_prompts",), *reason)
+    elif config.resampling.collect == "in_order":
+        reason = ("resampling", "collect"), "in_order, which waits for the groups launched first", "set collect to as_finished"
+    else:
+        return
+    if config.is_use_additional_prompts:
+        yield _idle(("is_use_additional_prompts",), *reason)
+        yield _idle(("max_additional_running_prompts",), *reason)
+
+
+def _idle_async_keys(config: RlvrConfig) -> Iterator[Finding]:
+    stale_tokens: KeyPath = ("trainer", "stale_tokens")
+    if config.async_generation_ratio > 0:
+        if config.on_weight_update != "continue":
+            state = f"{config.on_weight_update}, so that every response is sampled by one version of the weights"
+            yield _idle(stale_tokens, ("on_weight_update",), state, "set on_weight_update to continue")
+        return
+    reason = ("async_generation_ratio",), "0: nothing is generated while the weights change", "set async_generation_ratio above 0"
+    yield _idle(("on_weight_update",), *reason)
+    yield _idle(stale_tokens, *reason)
+    if config.resampling.fill == "shrink" or config.resampling.surplus != "carry":
+        for path in _ages(config):
+            yield Finding(
+                path=path,
+                reads=(("async_generation_ratio",), ("resampling", "surplus"), ("resampling", "fill")),
+                message="has no effect because async_generation_ratio is 0 and no surplus is carried, so that no group outlives its batch "
+                "- delete it, or raise async_generation_ratio",
+            )
+
+
+def _idle_mix_keys(config: RlvrConfig) -> Iterator[Finding]:
+    shares = config.domain_interleave_probs
+    if shares is None:
+        yield _idle(("mix_on",), ("domain_interleave_probs",), "not given", "give the shares of the domains")
+    elif len(shares) == 1 and not _without_share(config, shares):
+        for name in ("domain_interleave_probs", "mix_on"):
+            yield _idle((name,), ("tasks", "train"), "of a single domain", "add a source of another one")
+    if len(config.rewards) == 1:
+        yield _idle(("resampling", "absent_after_batches"), ("rewards",), "of a single domain", "add another one")
+
+
+def _idle_guard_keys(config: RlvrConfig) -> Iterator[Finding]:
+    if config.guard is None:
+        return
+    types: tuple[KeyPath, ...] = tuple(("rewards", domain, "query_filter_config", "type") for domain in config.rewards)
+    filters = {reward.query_filter_config.type for reward in config.rewards.values()}
+    if filters == {"no_filter"} and config.user_defined_rollout_loop_cls is None:
+        yield Finding(
+            path=("guard",),
+            reads=(*types, ("user_defined_rollout_loop_cls",)),
+            message="has no effect because every query_filter_config is no_filter, which drops nothing that could be kept - delete it, or "
+            "choose a filter",
+        )
+    if config.guard.scope != "window":
+        yield _idle(("guard", "window"), ("guard", "scope"), config.guard.scope, "set scope to window")
 
 
 def _idle_trainer_keys(config: RlvrConfig) -> Iterator[Finding]:
+    if config.trainer.save_every_steps is None:
+        yield _idle(("trainer", "keep_checkpoints"), ("trainer", "save_every_steps"), "null", "set save_every_steps")
     advantage: KeyPath = ("trainer", "advantage")
     if config.trainer.advantage.type == "leave_one_out":
         for name in ("scale", "eps"):
@@ -315,17 +437,48 @@ def _labels(config: RlvrConfig) -> dict[str, str]:
     return {label: domain for domain, reward in config.rewards.items() for label in (domain, *reward.tag_included)}
 
 
-def _named_domains(config: RlvrConfig) -> set[str] | None:
-    """The domains that the sources name; None when one leaves it to its rows, or names a domain that is not there."""
+def _named_domains(config: RlvrConfig, *sides: str) -> tuple[set[str], bool]:
+    """The domains that the sources of these sides name, and whether one leaves it to its rows, or names a domain that is not there."""
     labels = _labels(config)
     named: set[str] = set()
-    for _, sources in _sides(config):
-        for source in sources:
+    is_open = False
+    for side, sources in _sides(config):
+        for source in sources if side in sides else ():
             label = source.domain or (source.name if source.type == "reasoning_gym" else None)
-            if label not in labels:
-                return None
-            named.add(labels[label])
-    return named
+            if label in labels:
+                named.add(labels[label])
+            else:
+                is_open = True
+    return named, is_open
+
+
+def _without_share(config: RlvrConfig, shares: Mapping[str, float]) -> list[str]:
+    """The domains without a share of which it is known that training has them: a source names them, or none but a training source can."""
+    drawn, is_open = _named_domains(config, "train")
+    held_out, is_held_out_open = _named_domains(config, "validation")
+    if is_open and not is_held_out_open:
+        drawn |= set(config.rewards) - held_out
+    return [domain for domain in config.rewards if domain in drawn and domain not in shares]
+
+
+def _steps_ahead(config: RlvrConfig) -> int:
+    """How many steps before its batch a group may start."""
+    return math.ceil(config.async_generation_ratio)
+
+
+def _ages(config: RlvrConfig) -> dict[KeyPath, int | None]:
+    """Every key that says how old a trained group may be, with its value."""
+    return {
+        ("resampling", "max_staleness"): config.resampling.max_staleness,
+        **{("rewards", domain, "max_staleness"): reward.max_staleness for domain, reward in config.rewards.items()},
+    }
+
+
+def _longest_age(config: RlvrConfig) -> int:
+    """How old a trained group of the most patient domain may be, in steps."""
+    common, *of_domains = _ages(config).values()
+    default = _steps_ahead(config) if common is None else common
+    return max(default if age is None else age for age in of_domains)
 
 
 def _sides(config: RlvrConfig) -> tuple[tuple[str, Sequence[TaskSourceConfig]], ...]:

@@ -1,4 +1,8 @@
-"""Says in the words of the configuration what a model refused: the schema's own description of a key, and the nearest valid name."""
+"""Says in the words of the configuration what a model refused: the schema's own description of a key, and the nearest valid name.
+
+A key may take values of several kinds (a number, or a mapping of numbers). Of such a key pydantic tells one fault for each kind; here it is
+one problem, which names all kinds, or, for an entry of a mapping, the problem of that entry alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -14,22 +18,36 @@ from pydantic_core import ErrorDetails
 
 from sluice.config.problems import KeyPath, Problem, dotted, suggestion, told
 
+_Declared: TypeAlias = tuple[Any, Sequence[Any], str | None]
+"""How a key is declared: its type, its constraints, its description."""
+
+_NOT_EMPTY = ", at least one"
+
 _TRUTH_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # booleans in YAML 1.1
 
 
 def explain(model: type[BaseModel], refused: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
     """Every fault that pydantic found in these data, as a problem a user can act on."""
-    return [_problem(model, fault, data) for fault in refused.errors(include_url=False)]
+    faults = [(fault, *_locate(model, fault)) for fault in refused.errors(include_url=False)]
+    return [
+        _problem(model, fault, path, data)
+        for fault, path, is_of_one_kind in faults
+        if not (is_of_one_kind and any(len(other) > len(path) and other[: len(path)] == path for _, other, _ in faults))
+    ]
+
+
+def refused_keys(model: type[BaseModel], refused: ValidationError) -> list[KeyPath]:
+    """The keys that pydantic refused."""
+    return [_locate(model, fault)[0] for fault in refused.errors(include_url=False)]
 
 
 def describe(annotation: Any, constraints: Sequence[Any] = (), description: str | None = None) -> str:
     """What a key takes: "a whole number >= 1", "one of raise, shrink", "a section", "... or null"."""
-    inner, more, optional = _unwrap(annotation)
-    bounds = [*constraints, *more]
-    text = _describe_kind(inner, bounds)
+    kinds, optional = _kinds(annotation)
+    text = ", or ".join(_describe_kind(kind, [*constraints, *own]) for kind, own in kinds)
     if description:
         text += f" of {description}"
-    return f"{text} or null" if optional else text
+    return f"{text}{',' if len(kinds) > 1 or text.endswith(_NOT_EMPTY) else ''} or null" if optional else text
 
 
 def _describe_kind(kind: Any, constraints: Sequence[Any]) -> str:
@@ -47,19 +65,42 @@ def _describe_kind(kind: Any, constraints: Sequence[Any]) -> str:
         return "a path"
     if _is_model(kind):
         return f"a section with the keys {', '.join(kind.model_fields)}"
-    at_least = ", at least one" if _least(constraints) else ""
+    at_least = _NOT_EMPTY if _least(constraints) else ""
     if origin is list:
         return f"a list{at_least}"
     if origin is dict:
-        return f"a mapping{at_least}"
+        names = ", ".join(_literals(get_args(kind)[0]))
+        return f"a mapping{' with the keys ' if names else ''}{names}{at_least}"
     return "a value"
 
 
-def _problem(model: type[BaseModel], fault: ErrorDetails, data: Mapping[str, Any]) -> Problem:
-    path = tuple(part for part in fault["loc"] if part != "[key]")
+def _locate(model: type[BaseModel], fault: ErrorDetails) -> tuple[KeyPath, bool]:
+    """The key that a fault is about, and whether it only says that the value is not of one of several kinds.
+
+    Pydantic's location has, besides, a mark behind a key that is itself wrong, and the name of the kind where there are several.
+    """
+    path: KeyPath = ()
+    at: _Declared | None = (model, (), None)
+    in_a_kind = False
+    for part in fault["loc"][:-1] if fault["loc"][-1:] == ("[key]",) else fault["loc"]:
+        if at is not None and not in_a_kind and len(_kinds(at[0])[0]) > 1:
+            in_a_kind = True
+            continue
+        path = (*path, part)
+        at = None if at is None else _below(at[0], part)
+        in_a_kind = False
+    return path, in_a_kind
+
+
+def _problem(model: type[BaseModel], fault: ErrorDetails, path: KeyPath, data: Mapping[str, Any]) -> Problem:
     came = fault["input"]
     if fault["type"] == "extra_forbidden":
         return Problem(path=path, message=f"unknown key{_instead(model, path)}")
+    if fault["type"] == "invalid_key" or fault["loc"][-1:] == ("[key]",):
+        names = _names_within(model, path[:-1])
+        if isinstance(came, str):
+            return Problem(path=path, message=f"unknown key{suggestion(came, names, what='valid keys')}")
+        return Problem(path=path[:-1], message=f"expected keys that are text, got {told(came)} - put it in quotes")
     if fault["type"] == "value_error":
         return Problem(path=path, message=str(fault["ctx"]["error"]))
     field = _field_at(model, path)
@@ -69,8 +110,11 @@ def _problem(model: type[BaseModel], fault: ErrorDetails, data: Mapping[str, Any
     return Problem(path=path, message=f"expected {expected}, got {told(came)}{_hint(field, came)}")
 
 
-def _hint(field: tuple[Any, Sequence[Any], str | None] | None, came: Any) -> str:
-    kind = _unwrap(field[0])[0] if field else None
+def _hint(field: _Declared | None, came: Any) -> str:
+    return next(filter(None, (_hint_for(kind, came) for kind, _ in (_kinds(field[0])[0] if field else ()))), "")
+
+
+def _hint_for(kind: Any, came: Any) -> str:
     if get_origin(kind) is Literal and isinstance(came, str):
         valid = [str(value) for value in get_args(kind)]
         return suggestion(came, valid, what="valid values") if len(valid) > 1 else ""
@@ -103,10 +147,7 @@ def _misspelt_domain(path: KeyPath, data: Mapping[str, Any]) -> str:
 def _instead(model: type[BaseModel], path: KeyPath) -> str:
     """The nearest valid name: among the siblings, else the same name in another section."""
     name = str(path[-1])
-    owner = _field_at(model, path[:-1]) if len(path) > 1 else (model, (), None)
-    kind = _unwrap(owner[0])[0] if owner else None
-    siblings = list(kind.model_fields) if kind is not None and _is_model(kind) else []
-    near = suggestion(name, siblings, what="valid keys")
+    near = suggestion(name, _names_within(model, path[:-1]), what="valid keys")
     if " - did you mean" not in near:
         elsewhere = [dotted(found) for found in _everywhere(model) if found[-1] == name]
         if elsewhere:
@@ -114,49 +155,68 @@ def _instead(model: type[BaseModel], path: KeyPath) -> str:
     return near
 
 
-def _field_at(model: type[BaseModel], path: KeyPath) -> tuple[Any, Sequence[Any], str | None] | None:
-    """Type, constraints and description of the key at a path; None where the schema ends."""
-    current: tuple[Any, Sequence[Any], str | None] = (model, (), None)
+def _names_within(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys that the section or mapping at a path may have; empty where any will do."""
+    owner = _field_at(model, path)
+    names: list[str] = []
+    for kind, _ in _kinds(owner[0])[0] if owner else ():
+        if _is_model(kind):
+            names += kind.model_fields
+        elif get_origin(kind) is dict:
+            names += _literals(get_args(kind)[0])
+    return names
+
+
+def _field_at(model: type[BaseModel], path: KeyPath) -> _Declared | None:
+    """How the key at a path is declared; None where the schema ends."""
+    current: _Declared | None = (model, (), None)
     for part in path:
-        kind = _unwrap(current[0])[0]
-        arguments = get_args(kind)
+        current = None if current is None else _below(current[0], part)
+    return current
+
+
+def _below(annotation: Any, part: str | int) -> _Declared | None:
+    """How one key, or one entry, of a value of this type is declared; None where the schema ends."""
+    for kind, _ in _kinds(annotation)[0]:
         if _is_model(kind):
             field: FieldInfo | None = kind.model_fields.get(str(part))
-            if field is None:
-                return None
-            current = (field.annotation, field.metadata, field.description)
-        elif get_origin(kind) in (list, dict):
-            current = (arguments[-1], (), None)
-        else:
-            return None
-    return current
+            return None if field is None else (field.annotation, field.metadata, field.description)
+        if get_origin(kind) in (list, dict):
+            return (get_args(kind)[-1], (), None)
+    return None
 
 
 def _everywhere(model: type[BaseModel], above: KeyPath = ()) -> Iterator[KeyPath]:
     """Paths of all keys of the schema; <domain> and <n> stand for names and positions."""
     for name, field in model.model_fields.items():
         yield (*above, name)
-        kind = _unwrap(field.annotation)[0]
-        inner = _unwrap(get_args(kind)[-1])[0] if get_origin(kind) in (list, dict) else kind
-        if _is_model(inner):
-            step: KeyPath = () if inner is kind else ("<n>",) if get_origin(kind) is list else ("<domain>",)
-            yield from _everywhere(inner, (*above, name, *step))
+        for kind, _ in _kinds(field.annotation)[0]:
+            step: KeyPath = {list: ("<n>",), dict: ("<domain>",)}.get(get_origin(kind), ())
+            for inner, _ in _kinds(get_args(kind)[-1])[0] if step else [(kind, ())]:
+                if _is_model(inner):
+                    yield from _everywhere(inner, (*above, name, *step))
 
 
-def _unwrap(annotation: Any) -> tuple[Any, list[Any], bool]:
-    """The type without `Annotated` and `| None`, the constraints found on the way, and whether None is allowed."""
-    constraints: list[Any] = []
-    optional = False
-    while True:
-        origin = get_origin(annotation)
-        if origin is Annotated:
-            annotation, *found = get_args(annotation)
-            constraints += found
-        elif origin in (Union, types.UnionType):
-            optional = True
-            (annotation,) = (member for member in get_args(annotation) if member is not type(None))
-        else:
-            return annotation, constraints, optional
+def _kinds(annotation: Any) -> tuple[list[tuple[Any, list[Any]]], bool]:
+    """The kinds of value that a type allows, each with its own constraints, and whether None is allowed.
+
+    Looks through `Annotated`, `| None` and other unions.
+    """
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *found = get_args(annotation)
+        constraints = [one for mark in found for one in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
+        kinds, optional = _kinds(inner)
+        return [(kind, [*own, *constraints]) for kind, own in kinds], optional
+    if origin in (Union, types.UnionType):
+        members = [_kinds(member) for member in get_args(annotation) if member is not type(None)]
+        optional = type(None) in get_args(annotation) or any(optional for _, optional in members)
+        return [kind for kinds, _ in members for kind in kinds], optional
+    return [(annotation, [])], False
+
+
+def _literals(kind: Any) -> list[str]:
+    return list(map(str, get_args(kind))) if get_origin(kind) is Literal else []
 
 
 def _bounds(constraints: Sequence[Any]) -> list[str]:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from sluice.config.checks import Finding, contradictions, is_written, without_effect
-from sluice.config.explain import explain
+from sluice.config.explain import explain, refused_keys
 from sluice.config.models import RlvrConfig
 from sluice.config.overrides import apply_overrides
 from sluice.config.problems import KeyPath, Places, Problem, error
@@ -94,8 +94,7 @@ def _across_the_sound_keys(data: dict[str, Any], refused: ValidationError) -> li
     """The rules across keys that do not touch a refused key, so that one run tells everything. Nothing when a whole section is missing."""
     sound = copy.deepcopy(data)
     bad: list[KeyPath] = []
-    for fault in refused.errors(include_url=False):
-        path = tuple(part for part in fault["loc"] if part != "[key]")
+    for path in refused_keys(RlvrConfig, refused):
         owner = _delete(sound, path)
         if isinstance(owner, dict) and path[-1] in _STAND_INS:
             owner[path[-1]] = _STAND_INS[str(path[-1])]

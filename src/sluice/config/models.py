@@ -2,7 +2,8 @@
 
 Names that users of ROLL know keep their meaning: `rewards.<domain>.query_filter_config`, `response_filter_config`, `dataset_filter`,
 `rollout_batch_size` (in groups), `num_return_sequences_in_group`, `prompt_length`, `response_length`, `async_generation_ratio`,
-`is_use_additional_prompts`, `max_additional_running_prompts`.
+`is_use_additional_prompts`, `max_additional_running_prompts`, `group_size_redundancy`, `domain_interleave_probs`,
+`user_defined_rollout_loop_cls`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ LONGEST_REWARD_S: Final = 86_400.0  # a day for one response
 COLDEST: Final = 1e-4  # temperature: logits are divided by it, and below it they lose the digits that tell tokens apart
 HOTTEST: Final = 100.0  # temperature: above it every token is as likely as any other
 LONGEST_NAME: Final = 100  # characters: it becomes part of a folder's name, which may have 255 bytes
+MOST_STEPS_AHEAD: Final = 64.0  # that groups may start before the step that trains them: beyond it nothing trained is near on-policy
+LONGEST_GROUP_S: Final = 604_800.0  # a week for one group
 LARGEST_REWARD: Final = (2 - 2**-23) * 2.0**127  # the largest float32, in which rewards are trained on
 
 P = TypeVar("P", str, Path)
@@ -47,6 +50,13 @@ def _greedy_or_warm(temperature: float) -> float:
             f"expected 0 (greedy) or a number >= {COLDEST} and <= {HOTTEST}, got {temperature:g} - 0 takes the likeliest token"
         )
     return temperature
+
+
+def _import_path(name: str) -> str:
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"expected an import path package.module.Class, got {name!r} - write the module, a dot, and the name of the class")
+    return name
 
 
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]  # text is taken for a path; all else keeps its YAML type
@@ -131,6 +141,7 @@ class RewardConfig(Section):
     on_reward_timeout: Literal["missing", "value"] = "missing"
     timeout_value: float | None = Field(default=None, ge=-LARGEST_REWARD, le=LARGEST_REWARD)  # with on_reward_timeout: value
     reward_key: str | None = None  # for verifiers that answer with a mapping: which entry is the reward
+    max_staleness: int | None = Field(default=None, ge=0, le=MOST_STEPS)  # of this domain's groups; None: as resampling.max_staleness
 
 
 class RewardPoolConfig(Section):
@@ -160,6 +171,27 @@ class ResamplingConfig(Section):
     on_exhausted: Literal["raise", "shrink", "keep_low_information"] = "raise"
     min_members: int | None = Field(default=None, ge=1)  # survivors that still make a group at the bound; None: all of them
     truncated: Literal["mask", "keep", "invalid", "drop_group"] = "mask"
+    collect: Literal["as_finished", "in_order"] = "as_finished"  # the first to finish (fast, favours short ones), or the first launched
+    surplus: Literal["carry", "discard"] | None = None  # accepted groups beyond the batch; None: discard when synchronous, else carry
+    max_staleness: int | None = Field(default=None, ge=0, le=MOST_STEPS)  # oldest age of a trained group, in steps; None: ceil(async ratio)
+    on_member_failure: Literal["replace", "judge"] = "replace"  # a member that delivered without a reward: try again, or let filters judge
+    group_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_GROUP_S)  # launch to verdict, retries and scoring included
+    requeue: bool = True  # the prompt of a group that expired or was lost to infrastructure is drawn once more
+    quarantine_after: int | None = Field(default=3, ge=1)  # lost groups of one prompt, after which it is not drawn again; None: never
+    stall_warning_s: float | None = Field(default=600.0, gt=0)  # without any progress: say what the batch waits for; None: never
+    absent_after_batches: int = Field(default=10, ge=1)  # batches in a row without a group of some domain, after which it is said
+
+
+class GuardConfig(Section):
+    """Bounds the share of judged groups that filters may drop."""
+
+    max_filter_ratio: (
+        Annotated[float, Field(ge=0, le=1)]
+        | Annotated[dict[Literal["invalid", "low_information"], Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
+    ) = 0.5  # filtered / judged; or one limit per category, each on its own count, a category left out being without limit
+    scope: Literal["cumulative", "window"] = "cumulative"
+    window: int = Field(default=100, ge=1, le=MOST_GROUPS_LAUNCHED)  # judged groups that scope: window looks back on
+    policy: Literal["keep", "wait", "shrink", "raise"] = "keep"  # what becomes of a group that may not be dropped
 
 
 class EngineConfig(Section):
@@ -197,7 +229,9 @@ class TrainerConfig(Section):
     torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     advantage: AdvantageConfig = AdvantageConfig()
     logprob_tolerance: float = Field(default=1e-4, gt=0)  # float32: largest |old - inference log-prob| of a trained batch
-    save_every_steps: int | None = Field(default=None, ge=1)  # None: only at the end
+    save_every_steps: int | None = Field(default=50, ge=1)  # checkpoints, from which a run can be resumed; None: none
+    keep_checkpoints: int = Field(default=2, ge=1)  # older ones are deleted
+    stale_tokens: Literal["train", "mask"] = "train"  # tokens sampled by older weights in a response that an update cut through
 
 
 class ValidationConfig(Section):
@@ -236,10 +270,18 @@ class RlvrConfig(Section):
     num_return_sequences_in_group: int = Field(ge=1, le=LARGEST_GROUP)  # group_size
     prompt_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a prompt with more is dropped before generation
     response_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a response that reaches it without an end token is truncated
-    async_generation_ratio: float = Field(default=0.0, ge=0)  # 0 is synchronous, the only value for now
+    group_size_redundancy: int = Field(default=0, ge=0, le=LARGEST_GROUP)  # members beyond group_size; the first group_size to finish count
+    async_generation_ratio: float = Field(default=0.0, ge=0, le=MOST_STEPS_AHEAD)  # steps that groups start ahead of; 0 is synchronous
+    on_weight_update: Literal["finish", "restart", "continue"] = "finish"  # a response under way when new weights come
     is_use_additional_prompts: bool = False
     max_additional_running_prompts: int = Field(default=16, ge=0, le=MOST_GROUPS)
+    domain_interleave_probs: dict[str, Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)  # share of each domain
+    mix_on: Literal["kept", "drawn"] = "kept"  # whether the shares are of the groups that train, or of the prompts drawn
+    user_defined_rollout_loop_cls: Annotated[str, AfterValidator(_import_path)] | None = (
+        None  # import path of a rollout loop of your own; None: one prompt, one response
+    )
     resampling: ResamplingConfig = ResamplingConfig()
+    guard: GuardConfig | None = None  # None: filters may drop as many groups as they like
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig
     validation: ValidationConfig = ValidationConfig()

@@ -18,6 +18,7 @@ def single_turn_rollout(
         text=text,
         finish_reason=generation.finish_reason,
         policy_version=generation.policy_version,
+        token_versions=generation.token_versions,
     )
     return Rollout(
         attempt_id=attempt_id,

@@ -5,6 +5,8 @@
 | `next_batch` | DeliverBatch or Fail | the batch being full | the last member of the last group needed, a bound, or `close` |
 | a member generating | LaunchMember | its generation | the engine's future, a CancelMember |
 | a member being scored | a generation | its score | the scorer's answer (time-limited), a CancelMember |
+| a user-defined loop | RunLoop | its generations and scores | engine and scorer, a CancelLoop |
+| the timer | WakeAt | its time | the clock, a later WakeAt, `close` |
 
 Shared state changes only inside `_tell`, which never awaits. A cancel is acknowledged here at once and never awaited from an engine:
 what the engine samples for it afterwards is told as late tokens.
@@ -17,15 +19,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from sluice.errors import ResampleError, SluiceError
+from sluice.execution.loops import Attempt, LoopContext, RolloutLoop, play
 from sluice.execution.member import single_turn_rollout
 from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Scorer
 from sluice.scheduler import Scheduler
 from sluice.scheduler import events as ev
-from sluice.types import Batch, Failure, Task, TokenIds
+from sluice.types import Batch, Failure, Rollout, Task, TokenIds, Verdict
 
 CLOSE_GRACE_S: Final = 2.0  # how long `close` waits for cancelled generations and scores to settle
 
@@ -33,8 +36,8 @@ CLOSE_GRACE_S: Final = 2.0  # how long `close` waits for cancelled generations a
 class TaskSource(Protocol):
     """Where tasks are drawn from. Both calls are quick and never block."""
 
-    def draw(self) -> tuple[Task, int] | None:
-        """The next task and its epoch; None when nothing is left."""
+    def draw(self, domain: str | None = None) -> tuple[Task, int] | None:
+        """The next task (of a domain, when one is given) and its epoch; None when nothing is left."""
 
     def put_back(self, task_id: str, epoch: int) -> None:
         """The task was drawn in that epoch but never judged: it is drawn again before new ones."""
@@ -53,9 +56,10 @@ class Journal(Protocol):
 class _Member:
     """One attempt under way."""
 
-    __slots__ = ("counted_tokens", "handle", "launch", "score_task", "started_at")
+    __slots__ = ("counted_tokens", "handle", "launch", "score_task", "started_at", "version")
 
-    def __init__(self, launch: ev.LaunchMember, handle: GenerationHandle, started_at: float) -> None:
+    def __init__(self, launch: ev.LaunchMember, handle: GenerationHandle, started_at: float, version: int) -> None:
+        self.version = version  # of the weights when it was submitted; kept only where members restart with new ones
         self.launch = launch
         self.handle = handle
         self.started_at = started_at
@@ -79,22 +83,33 @@ class LocalShell:
         temperature: float,
         on_change: Callable[[], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
+        user_loop: RolloutLoop | None = None,
     ) -> None:
+        """user_loop: makes every group, where the machine's `has_user_loop` says so."""
         self.scheduler = scheduler
         self.source = source
         self.engine = engine
         self.scorer = scorer
         self.journal = journal
-        self._decode = decode
-        self._response_length = response_length
-        self._temperature = temperature
+        self.decode = decode
+        self.response_length = response_length
+        self.temperature = temperature
         self._on_change = on_change  # called after a group left or a batch was delivered
         self._on_warning = on_warning
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, _Member] = {}
+        self._restarts = scheduler.config.on_weight_update == "restart"
+        self._user_loop = user_loop
+        self._contexts: dict[int, LoopContext] = {}  # group_id -> what its loop works with
+        self._loop_tasks: dict[int, asyncio.Task[None]] = {}  # group_id -> its loop
+        self._attempts: dict[int, Attempt] = {}  # attempt_id -> attempts of loops
+        self._judged: Verdict | None = None  # the machine's word on the response that a loop just handed in
+        self._timer: asyncio.TimerHandle | None = None
         self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
         self._cancelled_scores: set[asyncio.Task[None]] = set()  # have not ended yet
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
+        self._filling = 0  # groups of the batch that the machine is filling; 0: none
+        self._ready: tuple[Batch, Mapping[str, float]] | None = None  # filled when nobody waited any more
         self._untold: dict[int, int] = {}  # attempt_id -> tokens of rollouts on which the machine or a filter broke
         self._error: BaseException | None = None
         self._is_error_told = False
@@ -106,23 +121,69 @@ class LocalShell:
 
     # ------------------------------------------------------------ what the trainer's side calls
 
-    async def next_batch(self, groups: int) -> tuple[Batch, Mapping[str, float]]:
-        """Fill and return the next batch with the metrics of its filling.
+    async def next_batch(self, groups: int, batches_left: int | None = None) -> tuple[Batch, Mapping[str, float]]:
+        """Fill and return the next batch with the metrics of its filling. A call that was cancelled may be repeated: nothing is lost.
 
-        Raises ResampleError when a bound is reached under `on_exhausted: raise`, and whatever broke the run otherwise.
+        batches_left: batches that will be asked for after this one; None: unknown. Raises ResampleError when a bound is reached under
+        `on_exhausted: raise`, and whatever broke the run otherwise.
         """
         if self._error is not None:
             self._is_error_told = True
             raise self._error
         if self._closed:
             raise SluiceError("the shell is closed: no further batch can be filled")
+        if self._batch is not None and not self._batch.done():
+            raise SluiceError("a batch is being waited for already: one at a time")
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
         self._batch = self._loop.create_future()
-        self._tell(ev.BatchWanted(groups=groups))
+        if not self._filling:
+            self._filling = groups
+            self._take_version()
+            self.tell(ev.BatchWanted(groups=groups, batches_left=batches_left))
+        elif self._filling != groups:
+            raise SluiceError(
+                f"a batch of {self._filling} groups is being filled since a call that was cancelled, {groups} were asked for now"
+            )
         return await self._batch
 
     def step_advanced(self, step: int, *, useful_groups: int = 0, useful_tokens: int = 0) -> None:
-        """The optimiser step on the last batch is done."""
-        self._tell(ev.StepAdvanced(step=step, useful_groups=useful_groups, useful_tokens=useful_tokens))
+        """The optimiser step on the last batch is done, and its weights are published."""
+        self._take_version()
+        self.tell(ev.StepAdvanced(step=step, useful_groups=useful_groups, useful_tokens=useful_tokens))
+
+    def weights_updated(self, version: int) -> None:
+        """The engine samples with these weights from now on."""
+        generating: tuple[int, ...] = ()
+        if self._restarts:
+            generating = tuple(
+                [attempt_id for attempt_id, one in self._members.items() if one.score_task is None and one.version < version]
+            )
+        self.tell(ev.WeightsUpdated(version=version, generating=generating))
+
+    def _take_version(self) -> None:
+        version = self.engine.policy_version
+        if version != self.scheduler.version:
+            self.weights_updated(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scheduler and tasks as plain data and numpy arrays, taken in one moment. See `Scheduler.state_dict`; the source has its own."""
+        in_flight = {attempt_id: one.handle.sampled_tokens for attempt_id, one in self._members.items()}
+        in_flight.update({attempt_id: attempt.sampled_tokens for attempt_id, attempt in self._attempts.items()})
+        scheduler = self.scheduler.state_dict(in_flight)
+        scheduler["ledger"]["tokens"]["late"] += sum([one.handle.sampled_tokens - one.counted_tokens for one in self._let_go])
+        source: Any = self.source
+        outstanding = [(task_id, epoch) for task_id, epoch in scheduler["outstanding"]]
+        return {"scheduler": scheduler, "tasks": source.state_dict(outstanding)}
+
+    def load_state_dict(self, state: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
+        """In a fresh shell with a fresh machine and source: go on where `state` was taken. tasks: by task_id."""
+        source: Any = self.source
+        source.load_state_dict(state["tasks"])
+        for instruction in self.scheduler.load_state_dict(state["scheduler"], tasks):
+            assert isinstance(instruction, ev.RecordGroup)
+            self._record(instruction)
 
     async def close(self) -> None:
         """Cancel and account for everything; bounded in time, idempotent. A waiting `next_batch` is cancelled.
@@ -134,7 +195,10 @@ class LocalShell:
             if self._batch is not None and not self._batch.done():
                 self._batch.cancel()
             self._shut_down()
-        pending = [member.handle.future for member in self._let_go] + list(self._cancelled_scores)
+            if self._timer is not None:
+                self._timer.cancel()
+        pending: list[asyncio.Future[Any]] = [member.handle.future for member in self._let_go]
+        pending += [*self._cancelled_scores, *self._loop_tasks.values()]
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
         if self._error is not None and not self._is_error_told:
@@ -143,7 +207,7 @@ class LocalShell:
 
     # ------------------------------------------------------------ the machine
 
-    def _tell(self, event: ev.Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         """Tell the machine one event and carry out all that follows from it, in order."""
         try:
             instructions = self._handle(event)
@@ -168,9 +232,11 @@ class LocalShell:
         """Cancel and account for everything, once. Also after an error: then nothing is generated any more that nobody will train on."""
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._tell(ev.Shutdown())
+            self.tell(ev.Shutdown())
             for member in list(self._members.values()):  # none, unless the machine itself is broken
                 self._stop(member)
+            for group_id in list(self._contexts):
+                self._stop_loop(group_id)
 
     def _handle(self, event: ev.Event) -> list[ev.Instruction]:
         started = perf_counter()
@@ -182,7 +248,7 @@ class LocalShell:
         """Do one instruction other than a launch or a record; returns what the machine answers to its outcome."""
         match instruction:
             case ev.DrawTask():
-                drawn = self.source.draw()
+                drawn = self.source.draw() if instruction.domain is None else self.source.draw(instruction.domain)
                 if drawn is None:
                     return self._handle(ev.TasksExhausted())
                 return self._handle(ev.TaskDrawn(task=drawn[0], epoch=drawn[1]))
@@ -191,9 +257,25 @@ class LocalShell:
             case ev.CancelMember():
                 return self._cancel(instruction.attempt_id)
             case ev.DeliverBatch():
+                self._filling = 0
                 if self._batch is not None and not self._batch.done():
                     self._batch.set_result((instruction.batch, instruction.metrics))
+                else:
+                    self._ready = instruction.batch, instruction.metrics
                 self._changed()
+            case ev.WakeAt():
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = self._loop.call_at(instruction.when, self.tell, ev.ClockTick())
+            case ev.RunLoop():
+                self._start_loop(instruction)
+            case ev.CancelLoop():
+                self._stop_loop(instruction.group_id)
+            case ev.AttemptRefused():
+                if instruction.group_id in self._contexts:
+                    self._contexts[instruction.group_id].answered(instruction)
+            case ev.MemberJudged():
+                self._judged = instruction.verdict
             case ev.Warn():
                 self._warn(instruction.key, instruction.message)
             case ev.Fail():
@@ -232,16 +314,19 @@ class LocalShell:
     # ------------------------------------------------------------ members
 
     def _launch(self, launch: ev.LaunchMember) -> None:
+        if self._contexts and launch.group_id in self._contexts:
+            self._contexts[launch.group_id].answered(launch)  # the loop that asked for it plays it
+            return
         handle = self.engine.submit(
             GenerationRequest(
                 request_id=launch.attempt_id,
                 prompt_ids=launch.task.prompt_ids,
-                max_new_tokens=self._response_length,
-                temperature=self._temperature,
+                max_new_tokens=self.response_length,
+                temperature=self.temperature,
                 seed=launch.seed,
             )
         )
-        member = _Member(launch, handle, self._loop.time())
+        member = _Member(launch, handle, self._loop.time(), self.engine.policy_version if self._restarts else 0)
         self._members[launch.attempt_id] = member
         handle.future.add_done_callback(partial(self._generated, member))
 
@@ -251,20 +336,20 @@ class LocalShell:
             self._let_go.discard(member)
             sampled = member.handle.sampled_tokens if future.cancelled() or error is not None else len(future.result().token_ids)
             if sampled > member.counted_tokens:
-                self._tell(ev.LateTokens(attempt_id=member.launch.attempt_id, sampled_tokens=sampled - member.counted_tokens))
+                self.tell(ev.LateTokens(attempt_id=member.launch.attempt_id, sampled_tokens=sampled - member.counted_tokens))
             return
         if error is not None or future.cancelled():
             del self._members[member.launch.attempt_id]
             detail = "the engine cancelled it" if error is None else f"{type(error).__name__}: {error}"
             failure = Failure(cause="infrastructure", reason="engine_error", detail=detail)
-            self._tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
+            self.tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
             return
         member.score_task = self._loop.create_task(self._score(member, future.result()), name=f"score {member.launch.attempt_id}")
 
     async def _score(self, member: _Member, generation: Generation) -> None:
         launch = member.launch
         try:
-            text = self._decode(generation.token_ids)
+            text = self.decode(generation.token_ids)
             score = await self.scorer.score(launch.task, text)
         except asyncio.CancelledError:
             raise
@@ -282,11 +367,16 @@ class LocalShell:
             score=score,
             seconds=self._loop.time() - member.started_at,
         )
-        self._tell(ev.MemberFinished(rollout=rollout))
+        self.tell(ev.MemberFinished(rollout=rollout))
 
     def _cancel(self, attempt_id: int) -> list[ev.Instruction]:
         member = self._members.get(attempt_id)
-        tokens = self._untold.pop(attempt_id, 0) if member is None else self._stop(member)
+        if member is not None:
+            tokens = self._stop(member)
+        elif attempt_id in self._attempts:
+            tokens = self._attempts.pop(attempt_id).let_go()
+        else:
+            tokens = self._untold.pop(attempt_id, 0)
         return self._handle(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=tokens))
 
     def _stop(self, member: _Member) -> int:
@@ -301,3 +391,58 @@ class LocalShell:
             self._let_go.add(member)
             member.handle.cancel()
         return member.counted_tokens
+
+    # ------------------------------------------------------------ user-defined loops
+
+    def _start_loop(self, order: ev.RunLoop) -> None:
+        if self._user_loop is None:
+            raise SluiceError("the machine leaves groups to a user-defined loop, but the shell has none - give it user_loop")
+        context = self._contexts[order.group_id] = LoopContext(self, order)
+        task = self._loop.create_task(self._play_loop(self._user_loop, context), name=f"loop of group {order.group_id}")
+        self._loop_tasks[order.group_id] = task
+
+    async def _play_loop(self, loop: RolloutLoop, context: LoopContext) -> None:
+        group_id = context.group_id
+        try:
+            returned = await play(loop, context)
+            if isinstance(returned, BaseException):
+                detail = f"{type(returned).__name__}: {returned}"
+                self._warn("loop_error", f"the rollout loop failed: {detail}\n{self.scheduler.story(group_id)}")
+                returned = ev.GroupReturned(group_id=group_id, rollouts=None, reason="loop_error")
+            if not context.is_closed:
+                self.tell(returned)
+        finally:
+            context.close()
+            self._contexts.pop(group_id, None)
+            self._loop_tasks.pop(group_id, None)
+
+    def _stop_loop(self, group_id: int) -> None:
+        context, task = self._contexts.get(group_id), self._loop_tasks.get(group_id)
+        if context is None or task is None:
+            return
+        context.close()
+        task.cancel()
+
+    def attempt_started(self, attempt: Attempt) -> None:
+        """A loop has begun an attempt."""
+        self._attempts[attempt.attempt_id] = attempt
+
+    def attempt_finished(self, rollout: Rollout) -> Verdict | None:
+        """A loop hands in a response; whether it stays in its group. None: the group has left meanwhile."""
+        self._attempts.pop(rollout.attempt_id, None)
+        self._judged = None
+        self.tell(ev.MemberFinished(rollout=rollout))
+        return self._judged
+
+    def attempt_failed(self, attempt_id: int, failure: Failure, sampled_tokens: int) -> None:
+        """An attempt of a loop has ended without a response."""
+        self._attempts.pop(attempt_id, None)
+        self.tell(ev.MemberFailed(attempt_id=attempt_id, failure=failure, sampled_tokens=sampled_tokens))
+
+    def let_go(self, launch: ev.LaunchMember, handle: GenerationHandle) -> None:
+        """Cancel a generation of a loop whose attempt has ended; what is still sampled for it is told as late tokens."""
+        member = _Member(launch, handle, self._loop.time(), 0)
+        member.counted_tokens = handle.sampled_tokens
+        self._let_go.add(member)
+        handle.future.add_done_callback(partial(self._generated, member))
+        handle.cancel()

@@ -8,7 +8,8 @@ the metric that is named, never a shaped reward. A query filter also takes the r
 - `no_filter.py`, `mean_filter.py`, `std_filter.py`: query filters
 - `reward_range.py`, `length.py`, `format.py`, `finish_reason.py`: response filters
 - `compose.py`: `all`, `any`, `not`, for both kinds
-- `custom.py`: your own, by import path
+- `custom.py`: your own, by import path; `state.py`: what they remember, for checkpoints
+- `guard.py`: how large a share of the judged groups may be dropped
 - `build.py`: the tables from `type` to class, the checks of a configuration, `build_...`; `naming.py`: the nearest valid name
 
 To add one: a file with a subclass of `RewardFilter` (query) or `RolloutFilter` (response) whose fields are its arguments and whose `rule`
@@ -21,18 +22,24 @@ from sluice.filters.base import DomainFilters, QueryFilter, ResponseFilter, Rewa
 from sluice.filters.build import build_domain_filters, build_query_filter, build_response_filter
 from sluice.filters.context import FilterContext
 from sluice.filters.group_rewards import GroupRewards, RewardStats, sum_steps
+from sluice.filters.guard import RatioGuard, build_guard
+from sluice.filters.state import filters_state, load_filters_state
 
 __all__ = [
     "DomainFilters",
     "FilterContext",
     "GroupRewards",
     "QueryFilter",
+    "RatioGuard",
     "ResponseFilter",
     "RewardFilter",
     "RewardStats",
     "RolloutFilter",
     "build_domain_filters",
+    "build_guard",
     "build_query_filter",
     "build_response_filter",
+    "filters_state",
+    "load_filters_state",
     "sum_steps",
 ]

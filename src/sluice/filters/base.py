@@ -1,7 +1,7 @@
 """What a filter is, its two kinds, and the filters of one reward domain.
 
 A filter is a frozen dataclass: its fields are its `filter_args`, with `float`, `int`, `bool`, `str` or `list[str]` (and `| None`) as types,
-so that the builder can check a configuration against them. None of the built-in ones has state.
+so that the builder can check a configuration against them. None of the built-in ones decides by what it saw before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar, get_args
 
 from sluice.errors import FilterError
 from sluice.filters.context import FilterContext
@@ -17,6 +17,8 @@ from sluice.filters.group_rewards import GroupRewards, RewardStats, read_group, 
 from sluice.types import EMPTY, Category, Group, Rollout, Verdict
 
 T = TypeVar("T")
+
+CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,16 @@ class Filter(ABC, Generic[T]):
     def label(self) -> str:
         """A short name for it, fit for a reason."""
         return self.name
+
+    @property
+    def parts(self) -> tuple[Filter[T], ...]:
+        """The filters that it is composed of."""
+        return ()
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether user code has a say in it, so that nobody can tell its verdict before the group is whole."""
+        return any(part.is_opaque for part in self.parts)
 
     def keep(self, evidence: Mapping[str, float] = EMPTY) -> Verdict:
         """A keep in the name of this filter."""

@@ -107,7 +107,8 @@ def _build(config: object, context: FilterContext, known: Mapping[str, type[Filt
         return cls(context=context, **_checked(cls, arguments, context))
     if "." in kind:
         _refuse_metric(metric, kind, where)
-        return Custom(context=context, path=kind, function=load(kind, arguments, context), category=category)
+        function, memory = load(kind, arguments, context)
+        return Custom(context=context, path=kind, function=function, category=category, memory=memory)
     raise ConfigError(
         f"{where}.type must be one of {sorted(known)}, {list(COMPOSITIONS)} or an import path package.module.name, got {kind!r} - "
         + nearest(kind, (*known, *COMPOSITIONS))

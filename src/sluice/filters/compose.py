@@ -27,6 +27,11 @@ class AllOf(Filter[T]):
 
     filters: tuple[Filter[T], ...]  # at least one
 
+    @property
+    def parts(self) -> tuple[Filter[T], ...]:
+        """The inner filters."""
+        return self.filters
+
     def judge(self, item: T, /) -> Verdict:
         """Keep or drop, see above."""
         evidence: Mapping[str, float] = EMPTY
@@ -45,6 +50,11 @@ class AnyOf(Filter[T]):
     name = "any"
 
     filters: tuple[Filter[T], ...]  # at least one
+
+    @property
+    def parts(self) -> tuple[Filter[T], ...]:
+        """The inner filters."""
+        return self.filters
 
     def judge(self, item: T, /) -> Verdict:
         """Keep or drop, see above."""
@@ -67,6 +77,11 @@ class Not(Filter[T]):
 
     filter: Filter[T]
     category: Category  # of its drops
+
+    @property
+    def parts(self) -> tuple[Filter[T], ...]:
+        """The inner filter."""
+        return (self.filter,)
 
     def judge(self, item: T, /) -> Verdict:
         """Keep or drop, see above."""

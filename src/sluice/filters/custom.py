@@ -3,6 +3,9 @@
 A function is called with the group (or, for a response filter, the rollout) and the `filter_args`; a class is built once, with the
 `filter_args`, and its `.judge` is called with the group or rollout. Answers: True keeps, False drops, or a whole `Verdict`; `numpy.bool_`
 and 0-dim arrays or tensors that hold a truth value count as booleans. Anything else is a `FilterError` at the first call.
+
+A class that decides by what it saw before gives its memory away with `state_dict()` and takes it back with `load_state_dict(state)`: plain
+data (mappings, lists, text, numbers, truth values, null, numpy arrays), which then is part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -11,18 +14,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from sluice.errors import ConfigError, FilterError
-from sluice.filters.base import Filter
+from sluice.filters.base import CATEGORIES, Filter
 from sluice.filters.context import FilterContext
 from sluice.filters.group_rewards import read_group
 from sluice.filters.naming import nearest
 from sluice.types import Category, Group, Rollout, Verdict
 
 T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """A user's filter that decides by what it saw before."""
+
+    def state_dict(self) -> Any:
+        """Its memory, as plain data."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Take the memory back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,12 @@ class Custom(Filter[T]):
     path: str
     function: Callable[[T], object]
     category: Category  # of a drop that came as a plain False
+    memory: Stateful | None = None  # the user's object, where it has state; None: it has none
+
+    @property
+    def is_opaque(self) -> bool:
+        """It is user code."""
+        return True
 
     @property
     def label(self) -> str:
@@ -56,6 +75,11 @@ class Custom(Filter[T]):
                 f"{self.context.where}: {self.path} raised {type(error).__name__} on {_told(item)}: {error} - correct the filter"
             ) from error
         if isinstance(answer, Verdict):
+            if answer.category not in (None, *CATEGORIES):
+                raise FilterError(
+                    f"{self.context.where}: {self.path} must answer with a category out of {list(CATEGORIES)}, got {answer.category!r} - "
+                    + nearest(answer.category, CATEGORIES)
+                )
             return answer if answer.source else replace(answer, source=self.path)
         try:
             is_kept = _truth(answer, self.path, self.context.where)
@@ -71,11 +95,17 @@ class Custom(Filter[T]):
         return Verdict.dropped(self.label, self.category, self.path)
 
 
-def load(path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Callable[[Any], object]:
-    """Find the user's filter and check, without calling it on anything, that it can be called as it will be. Raises `ConfigError`."""
+def load(path: str, filter_args: Mapping[str, Any], context: FilterContext) -> tuple[Callable[[Any], object], Stateful | None]:
+    """Find the user's filter and check, without calling it on anything, that it can be called as it will be. Raises `ConfigError`.
+
+    Answers with the function that judges, and with the object whose state is kept.
+    """
     found = _find(path, context.where)
+    memory: Stateful | None = None
     if inspect.isclass(found):
-        function = _judge_of(found, path, filter_args, context)
+        instance = _instance_of(found, path, filter_args, context)
+        function = instance.judge
+        memory = _memory_of(instance, path, context)
         arguments: Mapping[str, Any] = {}
     elif callable(found):
         function, arguments = found, dict(filter_args)
@@ -87,8 +117,8 @@ def load(path: str, filter_args: Mapping[str, Any], context: FilterContext) -> C
         raise ConfigError(
             f"{context.where}.type must name a plain function, got the coroutine function {path} - filters decide without waiting"
         )
-    _check_call(function, (None,), arguments, f"{path} is called with the group or rollout", context)
-    return (lambda item: function(item, **arguments)) if arguments else function
+    _check_call(function, (None,), arguments, f"{path} is called with the group or rollout and filter_args {sorted(arguments)}", context)
+    return (lambda item: function(item, **arguments)) if arguments else function, memory
 
 
 def _find(path: str, where: str) -> Any:
@@ -107,8 +137,8 @@ def _find(path: str, where: str) -> Any:
         raise ConfigError(f"{where}.type: module {module_name!r} has no {name!r} - {nearest(name, public)}") from None
 
 
-def _judge_of(cls: type, path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Callable[[Any], object]:
-    """The bound `.judge` of a new instance."""
+def _instance_of(cls: type, path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Any:
+    """A new object of the user's class, which has a `.judge`."""
     if callable(getattr(cls, "filter", None)):
         raise ConfigError(
             f"{context.where}.type must name a class with .judge (True keeps) and without .filter (True drops), got {path} with .filter - "
@@ -116,15 +146,30 @@ def _judge_of(cls: type, path: str, filter_args: Mapping[str, Any], context: Fil
         )
     if not callable(getattr(cls, "judge", None)):
         raise ConfigError(f"{context.where}.type must name a function or a class with .judge, got the class {path} without it - add it")
-    _check_call(cls, (), filter_args, f"{path} is built", context)
+    _check_call(cls, (), filter_args, f"{path} is built with filter_args {sorted(filter_args)}", context)
     try:
-        instance = cls(**filter_args)
+        return cls(**filter_args)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{context.where}: building {path} raised {type(error).__name__}: {error} - correct its filter_args or the class"
         ) from error
-    function: Callable[[Any], object] = instance.judge
-    return function
+
+
+def _memory_of(instance: Any, path: str, context: FilterContext) -> Stateful | None:
+    """The object itself when it has both methods of state; one alone would lose the state without a word."""
+    has = {name: callable(getattr(instance, name, None)) for name in ("state_dict", "load_state_dict")}
+    if not any(has.values()):
+        return None
+    if not all(has.values()):
+        given, missing = sorted(has, key=lambda name: not has[name])
+        raise ConfigError(
+            f"{context.where}.type must name a class with state_dict and load_state_dict, or with neither, got {path} with {given} alone - "
+            f"add {missing}"
+        )
+    _check_call(instance.state_dict, (), {}, f"{path}.state_dict is called without arguments", context)
+    _check_call(instance.load_state_dict, (None,), {}, f"{path}.load_state_dict is called with the state", context)
+    memory: Stateful = instance
+    return memory
 
 
 def _check_call(
@@ -138,7 +183,7 @@ def _check_call(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{context.where}.type: {how} and the filter_args {sorted(kwargs)}, which its signature {signature} does not take ({error}) - "
+            f"{context.where}.type: {how}, which its signature {signature} does not take ({error}) - "
             f"change the signature or {context.where}.filter_args"
         ) from error
 

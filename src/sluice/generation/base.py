@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from sluice.types import FinishReason, Logprobs, TokenIds
 
 Purpose = Literal["train", "validation"]
+
+OnWeightUpdate = Literal["finish", "restart", "continue"]
+"""What becomes of a response that is under way when new weights come.
+
+finish: it goes on to its end under the weights of its first pass. continue: it goes on under the new weights, and `token_versions` say
+which token is whose. restart: as continue, until whoever asked for it cancels it and asks anew.
+"""
 
 
 class GenerationRequest(NamedTuple):
@@ -30,6 +39,26 @@ class Generation(NamedTuple):
     inference_logprobs: Logprobs  # [N] full-vocabulary log-probs at the sampling temperature (at temperature 1 when greedy)
     finish_reason: FinishReason
     policy_version: int  # of the weights that sampled its first token
+    token_versions: TokenIds | None = None  # [N] version that sampled each token; None: policy_version sampled them all
+
+
+class Span(NamedTuple):
+    """The time that a request was under the same weights."""
+
+    version: int
+    sampled: int  # tokens sampled for the request in all by its end
+
+
+def versions_of(spans: Sequence[Span]) -> tuple[int, TokenIds | None]:
+    """`policy_version` and `token_versions` of a generation. spans: one or more, in order. Without tokens the version is the last one."""
+    if len(spans) == 1:
+        return spans[0].version, None
+    counts = np.diff([0, *[span.sampled for span in spans]])
+    versions = np.repeat(np.array([span.version for span in spans], dtype=np.int64), counts)
+    if not len(versions):
+        return spans[-1].version, None
+    first = int(versions[0])
+    return first, None if np.all(versions == first) else versions
 
 
 class GenerationHandle(Protocol):
@@ -66,6 +95,7 @@ class Engine(Protocol):
     def publish(self, state: Mapping[str, Any], version: int) -> None:
         """Put new weights in place, between two forward passes; returns when they are. Keys and shapes as in the model's state dict.
 
+        Every request that begins afterwards is sampled by them; for those under way see `OnWeightUpdate`.
         Raises `GenerationError` for weights that do not fit or are not finite (the old ones stay), or when the engine has stopped.
         """
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -22,14 +24,14 @@ class Pass:
     """Where one forward pass writes its keys and values, and which it attends to.
 
     The pass computes U input rows of T tokens. `N` entries are written; one computed token may be written to several slots (siblings
-    that share a prompt). A decoding pass has T = 1 and input row i is slot i.
+    that share a prompt). A decoding pass has T = 1 and its input rows are consecutive slots.
     """
 
     write_rows: torch.Tensor  # [N] slots written to
     write_positions: torch.Tensor  # [N] positions within them
     source_rows: torch.Tensor | None  # [N] input rows that are written; None: decoding
     source_tokens: torch.Tensor | None  # [N] tokens within the input rows; None: decoding
-    read_rows: torch.Tensor | int | None  # [U] slots attended to; an int n: slots 0 .. n - 1, no copy; None: only the pass's own tokens
+    read_rows: torch.Tensor | slice | None  # [U] slots attended to; a slice costs no copy; None: only the pass's own tokens
     key_length: int  # keys attended to
     capacity: int  # slots needed
     length: int  # positions needed
@@ -74,8 +76,6 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __ini
             self.values[now.write_rows, :, now.write_positions] = value_states[now.source_rows, :, now.source_tokens]
         if now.read_rows is None:
             return key_states, value_states
-        if isinstance(now.read_rows, int):
-            return self.keys[: now.read_rows, :, : now.key_length], self.values[: now.read_rows, :, : now.key_length]
         return self.keys[now.read_rows, :, : now.key_length], self.values[now.read_rows, :, : now.key_length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -122,6 +122,14 @@ class SlotCache:
             if layer.is_initialized:
                 layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
                 layer.values[targets, :, :length] = layer.values[sources, :, :length]
+
+    def clear(self, slots: npt.NDArray[np.int64]) -> None:
+        """Forget what slots hold: what is not finite there would spoil whoever is seated next."""
+        rows = torch.from_numpy(slots)
+        for layer in self._layers:
+            if layer.is_initialized:
+                layer.keys[rows] = 0
+                layer.values[rows] = 0
 
     @property
     def bytes(self) -> int:

@@ -40,7 +40,7 @@ def load_net(path: str | Path, *, dtype: torch.dtype, lora: LoraConfig | None) -
         net = _read(folder, dtype)
         net.requires_grad_(False)
         if lora is None:
-            return net.eval(), Weights(net.state_dict())
+            return net.eval(), Weights(net, net.state_dict())
         net, weights = _with_adapter(net, lora)
         return net.eval(), weights
 
@@ -82,7 +82,7 @@ def _with_adapter(net: Any, lora: LoraConfig) -> tuple[Any, Weights]:
             f"that model.named_modules() gives"
         ) from error
     wrapped.requires_grad_(False)
-    return net, Weights(get_peft_model_state_dict(wrapped, save_embedding_layers=False))
+    return net, Weights(net, get_peft_model_state_dict(wrapped, save_embedding_layers=False))
 
 
 @contextlib.contextmanager

@@ -62,14 +62,14 @@ class SlotModel:
         logits: torch.Tensor = out.logits
         return logits[:, -1]
 
-    def decode(self, tokens: Index, positions: Index) -> torch.Tensor:
-        """One more token for each of the slots 0 .. R - 1. tokens, positions [R]; returns next-token logits [R, V]."""
-        rows = len(tokens)
+    def decode(self, tokens: Index, positions: Index, first: int = 0) -> torch.Tensor:
+        """One more token for each of the slots first .. first + R - 1. tokens, positions [R]; returns next-token logits [R, V]."""
+        end = first + len(tokens)
         at = torch.from_numpy(positions)
         key_length = min(self.cache.max_length, -(-(int(positions.max()) + 1) // _KEY_LENGTH_MULTIPLE) * _KEY_LENGTH_MULTIPLE)
         plan = Pass(
-            write_rows=torch.arange(rows), write_positions=at, source_rows=None, source_tokens=None,
-            read_rows=rows, key_length=key_length, capacity=rows, length=key_length,
+            write_rows=torch.arange(first, end), write_positions=at, source_rows=None, source_tokens=None,
+            read_rows=slice(first, end), key_length=key_length, capacity=end, length=key_length,
         )  # fmt: skip
         visible = torch.arange(key_length) <= at[:, None]
         return self._forward(plan, torch.from_numpy(tokens)[:, None], at[:, None], visible[:, None, None, :])

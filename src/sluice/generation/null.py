@@ -1,21 +1,23 @@
 """An engine without a model, for tests, simulations and benchmarks. No torch.
 
-It keeps the whole contract of `base.Engine`: cancels with late tokens, counters, versions, failures. What a request gets is decided by a
-function from the request to an `Answer`; when it gets it, by the event loop's clock, virtual or real.
+It keeps the whole contract of `base.Engine`: slots, cancels with late tokens, counters, versions, failures. What a request gets is decided
+by a function from the request to an `Answer`; when it gets it, by the event loop's clock, virtual or real.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, get_args
 
 import numpy as np
 
-from sluice.errors import GenerationError
-from sluice.generation.base import Generation, GenerationRequest, Purpose
+from sluice.errors import ConfigError, GenerationError
+from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
 from sluice.types import FinishReason, Logprobs, TokenIds
 
 
@@ -66,10 +68,11 @@ def answers(
 class NullHandle:
     """An open request of a `NullEngine`."""
 
-    __slots__ = ("_engine", "answer", "future", "is_cancelled", "length", "request", "settled", "started_at", "timer", "version")
+    __slots__ = ("_engine", "answer", "future", "is_cancelled", "is_seated", "length", "request", "settled", "spans", "started_at", "timer",
+                 "version")  # fmt: skip
 
     def __init__(
-        self, engine: NullEngine, request: GenerationRequest, future: asyncio.Future[Generation], answer: Answer, length: int, version: int
+        self, engine: NullEngine, request: GenerationRequest, future: asyncio.Future[Generation], answer: Answer, length: int
     ) -> None:
         self.request = request
         self.future = future
@@ -78,7 +81,9 @@ class NullHandle:
         self.settled = -1  # tokens sampled in all, once it has ended
         self.answer = answer
         self.length = length  # tokens it gets if nobody cancels
-        self.version = version
+        self.is_seated = False  # has or had a slot
+        self.version = -1  # of the weights that it is under, once it is seated
+        self.spans: tuple[Span, ...] = ()  # of the earlier weights it was under
         self.started_at = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.is_cancelled = False
@@ -93,28 +98,52 @@ class NullHandle:
         """Tokens sampled for it so far: they appear evenly over the answer's latency."""
         if self.settled >= 0:
             return self.settled
+        if not self.is_seated:
+            return 0
         share = (self.future.get_loop().time() - self.started_at) / self.answer.latency_s
         return min(int(self.length * share), self.length)
 
     def cancel(self) -> None:
-        """Ask the engine to stop; returns at once. It stops `cancel_latency_s` later, and samples on until then."""
+        """Ask the engine to stop; returns at once. It stops `cancel_latency_s` later, and samples on until then.
+
+        One that still waits for a slot resolves before this returns, without tokens.
+        """
         self._engine.cancel(self)
 
 
 class NullEngine:
     """Answers requests from a function; see the module.
 
-    The policy_version of a generation is that at its submit. Cancelling the future instead of the handle changes nothing for the engine:
-    the tokens are sampled and counted.
+    A request begins, under the weights of that moment, when it is seated: at its submit, or when a slot is free. Cancelling the future
+    instead of the handle changes nothing for the engine: the tokens are sampled and counted.
     """
 
-    def __init__(self, answer: Answers | None = None, *, cancel_latency_s: float = 0.0) -> None:
-        """answer: from a request to its `Answer`; None: `answers()`, at once. cancel_latency_s: 0 stops on the loop's next turn."""
+    def __init__(
+        self,
+        answer: Answers | None = None,
+        *,
+        cancel_latency_s: float = 0.0,
+        max_slots: int | None = None,
+        on_weight_update: OnWeightUpdate = "finish",
+    ) -> None:
+        """answer: from a request to its `Answer`; None: `answers()`, at once. cancel_latency_s: 0 stops on the loop's next turn.
+
+        max_slots: requests that run at once, further ones wait in order of arrival; None: all run. on_weight_update: see `OnWeightUpdate`.
+        """
+        if max_slots is not None and max_slots < 1:
+            raise ConfigError(f"NullEngine: max_slots must be at least 1, got {max_slots} - or None, with which no request waits")
+        if on_weight_update not in get_args(OnWeightUpdate):
+            choices = ", ".join(get_args(OnWeightUpdate))
+            raise ConfigError(f"NullEngine: on_weight_update must be one of {choices}, got {on_weight_update!r}")
         self._answer = answers() if answer is None else answer
         self._cancel_latency_s = cancel_latency_s
+        self._max_slots = max_slots
+        self._on_weight_update: OnWeightUpdate = on_weight_update
         self._version = 0
         self._settled: dict[Purpose, int] = {"train": 0, "validation": 0}  # tokens of ended requests
-        self._open: set[NullHandle] = set()
+        self._running: dict[NullHandle, None] = {}  # in the order in which they were seated
+        self._waiting: OrderedDict[NullHandle, None] = OrderedDict()  # in order of arrival
+        self._is_seating = False
         self._stopped: GenerationError | None = None
 
     @property
@@ -125,11 +154,11 @@ class NullEngine:
     @property
     def open_requests(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._running) + len(self._waiting)
 
     def sampled_tokens(self, purpose: Purpose) -> int:
         """Every token ever sampled for that purpose, those of open requests included."""
-        return self._settled[purpose] + sum(h.sampled_tokens for h in self._open if h.request.purpose == purpose)
+        return self._settled[purpose] + sum(h.sampled_tokens for h in self._running if h.request.purpose == purpose)
 
     def metrics(self) -> dict[str, float]:
         """Nothing to tell."""
@@ -144,21 +173,45 @@ class NullEngine:
         length = len(answer.token_ids)
         if length > request.max_new_tokens:
             length = request.max_new_tokens
-        handle = NullHandle(self, request, loop.create_future(), answer, length, self._version)
-        self._open.add(handle)
-        if answer.latency_s == 0:
-            self._end(handle)
-            return handle
-        handle.started_at = loop.time()
-        if answer.latency_s != math.inf:
-            handle.timer = loop.call_later(answer.latency_s, self._end, handle)
+        handle = NullHandle(self, request, loop.create_future(), answer, length)
+        if self._max_slots is None or len(self._running) < self._max_slots:
+            self._seat(handle, loop)
+        else:
+            self._waiting[handle] = None
         return handle
+
+    def _seat(self, handle: NullHandle, loop: asyncio.AbstractEventLoop) -> None:
+        self._running[handle] = None
+        handle.is_seated = True
+        handle.version = self._version
+        latency_s = handle.answer.latency_s
+        if latency_s == 0:
+            self._end(handle)
+            return
+        handle.started_at = loop.time()
+        if latency_s != math.inf:
+            handle.timer = loop.call_later(latency_s, self._end, handle)
+
+    def _seat_waiting(self) -> None:
+        """Fill the slots that are free. An answer without latency frees its own again, which ends up here: one call does it all."""
+        if self._is_seating or self._max_slots is None:
+            return
+        self._is_seating = True
+        while self._waiting and len(self._running) < self._max_slots:
+            handle, _ = self._waiting.popitem(last=False)
+            self._seat(handle, handle.future.get_loop())
+        self._is_seating = False
 
     def cancel(self, handle: NullHandle) -> None:
         """Stop a request; see `NullHandle.cancel`."""
         if handle.is_settled or handle.is_cancelled:
             return
         handle.is_cancelled = True
+        if not handle.is_seated:
+            handle.version = self._version
+            self._settle(handle, 0)
+            self._resolve_cancelled(handle)
+            return
         loop = handle.future.get_loop()
         if self._cancel_latency_s == 0:
             loop.call_soon(self._end_cancelled, handle)
@@ -169,7 +222,27 @@ class NullEngine:
         """Take the version; the weights are not looked at."""
         if self._stopped is not None:
             raise GenerationError(str(self._stopped)) from self._stopped.__cause__
+        if self._on_weight_update != "finish":
+            for handle in list(self._running):  # a copy, made in one go: requests come and go in the loop's thread
+                sampled = handle.sampled_tokens
+                if sampled > (handle.spans[-1].sampled if handle.spans else 0):
+                    handle.spans += (Span(handle.version, sampled),)
+                handle.version = version
         self._version = version
+
+    def fail_running(self, which: int | Callable[[GenerationRequest], bool], detail: str) -> int:
+        """Fail running requests with a `GenerationError` of this text, as when a worker crashes; everything else goes on.
+
+        which: so many of those seated longest, or those for which it is true. Returns how many it were. Call it from the event loop.
+        """
+        if isinstance(which, int):
+            failing = list(islice(self._running, which))
+        else:
+            failing = [handle for handle in self._running if which(handle.request)]
+        for handle in failing:
+            self._fail(handle, GenerationError(detail))
+        self._seat_waiting()
+        return len(failing)
 
     def break_down(self, cause: BaseException) -> None:
         """Fail like an engine whose thread died of `cause`: every open and later request fails. Call it from the event loop."""
@@ -187,17 +260,20 @@ class NullEngine:
         if self._stopped is not None:
             return
         self._stopped = reason
-        for handle in list(self._open):
-            self._settle(handle, handle.sampled_tokens)
-            if not handle.future.done() and not handle.future.get_loop().is_closed():
-                error = GenerationError(str(reason))
-                error.__cause__ = reason.__cause__
-                handle.future.set_exception(error)
+        for handle in (*self._running, *self._waiting):
+            error = GenerationError(str(reason))
+            error.__cause__ = reason.__cause__
+            self._fail(handle, error)
+
+    def _fail(self, handle: NullHandle, error: GenerationError) -> None:
+        self._settle(handle, handle.sampled_tokens)
+        if not handle.future.done() and not handle.future.get_loop().is_closed():
+            handle.future.set_exception(error)
 
     def _settle(self, handle: NullHandle, sampled: int) -> None:
         handle.settled = sampled
         self._settled[handle.request.purpose] += sampled
-        self._open.remove(handle)
+        del (self._running if handle.is_seated else self._waiting)[handle]
         if handle.timer is not None:
             handle.timer.cancel()
 
@@ -206,30 +282,43 @@ class NullEngine:
             return
         answer, length = handle.answer, handle.length
         self._settle(handle, length)
-        if handle.future.done():
-            return
-        if answer.error is not None:
-            handle.future.set_exception(GenerationError(answer.error))
-        elif length == len(answer.token_ids):
-            self._resolve(handle, answer.token_ids, answer.inference_logprobs, answer.finish_reason)
-        else:
-            self._resolve(handle, answer.token_ids[:length], answer.inference_logprobs[:length], "length")
+        if not handle.future.done():
+            if answer.error is not None:
+                handle.future.set_exception(GenerationError(answer.error))
+            elif length == len(answer.token_ids):
+                self._resolve(handle, answer.token_ids, answer.inference_logprobs, answer.finish_reason)
+            else:
+                self._resolve(handle, answer.token_ids[:length], answer.inference_logprobs[:length], "length")
+        if self._waiting:
+            self._seat_waiting()
 
     def _end_cancelled(self, handle: NullHandle) -> None:
         if handle.settled >= 0:
             return
         sampled = handle.sampled_tokens
         self._settle(handle, sampled)
+        self._resolve_cancelled(handle)
+        if self._waiting:
+            self._seat_waiting()
+
+    def _resolve_cancelled(self, handle: NullHandle) -> None:
         if not handle.future.done():
+            sampled = handle.settled
             self._resolve(handle, handle.answer.token_ids[:sampled], handle.answer.inference_logprobs[:sampled], "cancelled")
 
     def _resolve(self, handle: NullHandle, token_ids: TokenIds, logprobs: Logprobs, reason: FinishReason) -> None:
+        version, token_versions = handle.version, None
+        if handle.spans:
+            # A publish from another thread may count a token that is not in what the loop's thread has settled just then.
+            earlier = [Span(span.version, min(span.sampled, len(token_ids))) for span in handle.spans]
+            version, token_versions = versions_of([*earlier, Span(handle.version, len(token_ids))])
         handle.future.set_result(
             Generation(
                 request_id=handle.request.request_id,
                 token_ids=token_ids,
                 inference_logprobs=logprobs,
                 finish_reason=reason,
-                policy_version=handle.version,
+                policy_version=version,
+                token_versions=token_versions,
             )
         )

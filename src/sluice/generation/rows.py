@@ -1,13 +1,17 @@
 """The table of live sequences: who sits in which slot, what is stored, what comes next. Plain numpy, no model.
 
 Rows 0 .. ready - 1 wait for their next token only; rows ready .. count - 1, in order of arrival, still have tokens to prefill. Removing
-rows moves others so that both blocks stay dense: a decoding pass then reads a plain slice of the cache.
+rows moves others so that both blocks stay dense, and the ready block in order of edition (the set of weights that computes a row): a
+decoding pass then reads a plain slice of the cache.
+
+Invariant: editions never fall from one row to the next. New rows have the newest one, and only the front of the waiting block has begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -21,7 +25,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """A stretch of the waiting block to prefill in one pass. Rows with the same tokens are computed once."""
+    """A stretch of the waiting block to prefill in one pass, by one edition. Rows with the same tokens are computed once."""
 
     rows: Index  # [R] consecutive slots from `ready` on
     leaders: Index  # [U] the slots whose tokens are computed
@@ -52,13 +56,13 @@ class RowTable(Generic[Owner]):
         self.limit = np.zeros(max_slots, dtype=np.int64)  # tokens at which the row ends as "length"
         self.temperature = np.zeros(max_slots, dtype=np.float32)
         self.noise_key = np.zeros(max_slots, dtype=np.uint64)
-        self.version = np.zeros(max_slots, dtype=np.int64)  # of the weights that sampled the first token; -1: none yet
+        self.edition = np.zeros(max_slots, dtype=np.int64)  # which set of weights computes it
         self.ticket = np.zeros(max_slots, dtype=np.int64)  # where the engine counts the row's tokens
         self.account = np.zeros(max_slots, dtype=np.int64)  # which of the engine's totals they go to
         self.owners: list[Owner] = []  # [count]
         self.ready = 0
         self._per_row = (
-            self.length, self.cached, self.prompt_length, self.limit, self.temperature, self.noise_key, self.version, self.ticket,
+            self.length, self.cached, self.prompt_length, self.limit, self.temperature, self.noise_key, self.edition, self.ticket,
             self.account,
         )  # fmt: skip
 
@@ -68,9 +72,18 @@ class RowTable(Generic[Owner]):
         return len(self.owners)
 
     def add(
-        self, owner: Owner, prompt: TokenIds, *, max_new: int, temperature: float, noise_key: int, ticket: int = 0, account: int = 0
+        self,
+        owner: Owner,
+        prompt: TokenIds,
+        *,
+        max_new: int,
+        temperature: float,
+        noise_key: int,
+        edition: int = 0,
+        ticket: int = 0,
+        account: int = 0,
     ) -> int:
-        """Seat a sequence in the next free slot, at the end of the waiting block. Returns the slot."""
+        """Seat a sequence in the next free slot, at the end of the waiting block. edition: the newest. Returns the slot."""
         row = len(self.owners)
         n = len(prompt)
         self.tokens[row, :n] = prompt
@@ -79,7 +92,7 @@ class RowTable(Generic[Owner]):
         self.limit[row] = n + max_new
         self.temperature[row] = temperature
         self.noise_key[row] = noise_key
-        self.version[row] = -1
+        self.edition[row] = edition
         self.ticket[row] = ticket
         self.account[row] = account
         self.owners.append(owner)
@@ -90,19 +103,35 @@ class RowTable(Generic[Owner]):
         span = slice(int(self.prompt_length[row]), int(self.length[row]))
         return self.tokens[row, span].copy(), self.logprobs[row, span].copy()
 
-    def append(self, first: int, tokens: TokenIds, logprobs: Logprobs, version: int) -> None:
-        """Add one sampled token to each of the rows `first`, `first + 1`, ... tokens, logprobs [R]"""
-        rows = np.arange(first, first + len(tokens))
-        span = slice(first, first + len(tokens))
-        at = self.length[span]
+    def append(self, rows: Index, tokens: TokenIds, logprobs: Logprobs) -> None:
+        """Add one sampled token to each of the rows. rows, tokens, logprobs [R]"""
+        at = self.length[rows]
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        self.version[span] = np.where(self.version[span] < 0, version, self.version[span])
-        self.length[span] += 1
+        self.length[rows] += 1
+
+    def stretches(self) -> list[tuple[int, int, int]]:
+        """What one decoding pass each can compute of the ready block: edition, first slot, slot after the last."""
+        editions = self.edition[: self.ready]
+        if not self.ready or editions[0] == editions[-1]:
+            return [(int(editions[0]), 0, self.ready)] if self.ready else []
+        bounds = [0, *(np.flatnonzero(editions[1:] != editions[:-1]) + 1).tolist(), self.ready]
+        return [(int(editions[first]), first, end) for first, end in pairwise(bounds)]
+
+    def has_begun(self, edition: int) -> bool:
+        """Whether any row has been computed by this edition."""
+        live = slice(0, self.count)
+        return bool(np.any((self.edition[live] == edition) & (self.cached[live] > 0)))
+
+    def renew(self, edition: int) -> None:
+        """Give the newest edition to the rows that have not begun."""
+        live = slice(0, self.count)
+        self.edition[live][self.cached[live] == 0] = edition
 
     def plan_prefill(self, max_tokens: int) -> Prefill:
         """Choose what to prefill next: as many waiting rows as fit into `max_tokens` computed tokens (padding included), at least one.
 
+        All are of one edition.
         A first sequence longer than that is prefilled in pieces, together with the siblings right behind it.
         """
         leaders: list[int] = []
@@ -110,7 +139,9 @@ class RowTable(Generic[Owner]):
         seen: dict[tuple[int, bytes], int] = {}
         widest = 0
         is_complete = True
-        for row in range(self.ready, self.count):
+        edition = self.edition[self.ready]
+        same = self.ready + int(np.count_nonzero(self.edition[self.ready : self.count] == edition))
+        for row in range(self.ready, same):
             cached, length = int(self.cached[row]), int(self.length[row])
             key = (cached, self.tokens[row, :length].tobytes())
             index = seen.get(key)
@@ -141,11 +172,19 @@ class RowTable(Generic[Owner]):
         """Free slots and close the gaps. Returns the cache entries to move, and (slot, owner) of every row that moved."""
         keep = np.ones(self.count, dtype=np.bool_)
         keep[rows] = False
-        ready = int(np.count_nonzero(keep[: self.ready]))
-        late = np.flatnonzero(keep[ready : self.ready]) + ready  # ready rows that now stand beyond the ready block
+        come: list[Index] = []
+        go: list[Index] = []
+        ready = 0  # rows of the ready block so far
+        for _, first, end in self.stretches():
+            kept = np.flatnonzero(keep[first:end]) + first
+            start, ready = ready, ready + len(kept)
+            is_hole = np.ones(len(kept), dtype=np.bool_)
+            is_hole[kept[kept < ready] - start] = False
+            come.append(kept[kept >= ready])  # rows that now stand beyond the stretch's new end fill its holes
+            go.append(np.flatnonzero(is_hole) + start)
         waiting = np.flatnonzero(keep[self.ready :]) + self.ready
-        sources = np.concatenate([late, waiting])
-        targets = np.concatenate([np.flatnonzero(~keep[:ready]), np.arange(ready, ready + len(waiting))])
+        sources = np.concatenate([*come, waiting])
+        targets = np.concatenate([*go, np.arange(ready, ready + len(waiting))])
         is_move = sources != targets
         sources, targets = sources[is_move], targets[is_move]
         self.ready = ready

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sluice.errors import GenerationError
 from sluice.types import Logprobs, TokenIds
 
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -21,6 +20,7 @@ _MIX_2 = 0x94D049BB133111EB
 _MAX_CHUNK_ELEMENTS = 1 << 22  # float64 numbers of one cumulative sum: 32 MB, however large batch and vocabulary are
 
 NoiseKeys = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
 
 
 def noise_key(seed: int) -> int:
@@ -41,22 +41,28 @@ def uniforms(keys: NoiseKeys, positions: npt.NDArray[np.int64]) -> npt.NDArray[n
     return state.astype(np.float64) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, temperature: npt.NDArray[np.float32], noise: npt.NDArray[np.float64]) -> tuple[TokenIds, Logprobs]:
-    """Draw one token per row and report its log-prob.
+def sample(logits: torch.Tensor, temperature: npt.NDArray[np.float32], noise: npt.NDArray[np.float64]) -> tuple[TokenIds, Logprobs, Bools]:
+    """Draw one token per row, report its log-prob, and whether the row's logits give probabilities at all.
 
     logits [B, V]; temperature [B], 0 takes the most probable token; noise [B] in [0, 1). Returns token ids [B] and log-probs [B]: of the
-    sampled token, under the full vocabulary at the sampling temperature (at temperature 1 when greedy), in float32.
-    A token whose probability is zero is never drawn. Raises `GenerationError` when logits are not finite.
+    sampled token, under the full vocabulary at the sampling temperature (at temperature 1 when greedy), in float32; and [B] False
+    where logits are NaN or infinite: token and log-prob of such a row mean nothing. A token whose probability is zero is never drawn.
     """
     rows, vocabulary = logits.shape
     chunk = max(1, _MAX_CHUNK_ELEMENTS // vocabulary)
     if rows <= chunk:
         return _sample(logits, temperature, noise)
     parts = [_sample(logits[i : i + chunk], temperature[i : i + chunk], noise[i : i + chunk]) for i in range(0, rows, chunk)]
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]), np.concatenate([p[2] for p in parts])
 
 
-def _sample(logits: torch.Tensor, temperature: npt.NDArray[np.float32], noise: npt.NDArray[np.float64]) -> tuple[TokenIds, Logprobs]:
+def has_probabilities(logits: torch.Tensor) -> Bools:
+    """Whether each row's logits give probabilities: False with NaN or infinity among them. logits [B, V] -> [B]"""
+    probable: Bools = torch.isfinite(logits.float().logsumexp(dim=-1)).numpy()
+    return probable
+
+
+def _sample(logits: torch.Tensor, temperature: npt.NDArray[np.float32], noise: npt.NDArray[np.float64]) -> tuple[TokenIds, Logprobs, Bools]:
     greedy = temperature == 0
     scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature))
     logits = logits.float()
@@ -64,15 +70,13 @@ def _sample(logits: torch.Tensor, temperature: npt.NDArray[np.float32], noise: n
     # The sum runs in float64: in float32 the tail of a large vocabulary would vanish beside the sum so far.
     cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
-    if not bool(torch.isfinite(total).all()):
-        raise GenerationError(
-            "the model's logits must be finite, got NaN or infinity - the weights have diverged, or dtype is too narrow for them: "
-            "lower the learning rate, or load the engine in float32"
-        )
+    is_finite = torch.isfinite(total)
     # The first token whose cumulative sum exceeds a target below the total has a probability above zero, also for noise close to 1.
     target = torch.minimum(torch.from_numpy(noise) * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy)[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+    if not bool(is_finite.all()):
+        tokens = tokens.clamp(max=logits.shape[1] - 1)  # beyond the vocabulary where no sum exceeds the target
     chosen = logprobs.gather(1, tokens)
-    return tokens[:, 0].numpy(), chosen[:, 0].numpy()
+    return tokens[:, 0].numpy(), chosen[:, 0].numpy(), is_finite.numpy()

@@ -3,6 +3,9 @@
 One daemon thread owns the model. It seats waiting requests in free slots, prefills them (siblings with the same prompt once), decodes all
 seated ones together, and hands results to the event loops they came from. Whoever submits, cancels or publishes only leaves a note that
 the thread reads between two passes; nobody waits for a pass except `publish` and `close`.
+
+With `on_weight_update: finish` a publish leaves live rows under the weights that began them: those stay in memory beside the new ones, as
+an edition of their own, and each edition that has rows decodes in a pass of its own, until its last row has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ import torch
 
 from sluice.config.models import LoraConfig
 from sluice.errors import ConfigError, GenerationError
-from sluice.generation.base import Generation, GenerationRequest, Purpose
+from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
 from sluice.generation.rows import Index, RowTable
-from sluice.generation.sampling import noise_key, sample, uniforms
-from sluice.generation.weights import Copies, Weights
+from sluice.generation.sampling import has_probabilities, noise_key, sample, uniforms
+from sluice.generation.weights import Tensors, Weights
 from sluice.types import FinishReason
 
 OnPublish = Literal["recompute", "keep"]
@@ -41,7 +44,7 @@ _CLOSE_TIMEOUT_S = 30.0  # a forward pass that lasts longer is left behind in it
 class SlotHandle:
     """An open request of a `SlotEngine`. Cancelling its future is taken as `cancel()`."""
 
-    __slots__ = ("_engine", "future", "is_cancelled", "is_seated", "loop", "request", "settled", "slot", "ticket")
+    __slots__ = ("_engine", "future", "is_cancelled", "is_seated", "loop", "request", "settled", "slot", "spans", "ticket")
 
     def __init__(self, engine: SlotEngine, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
@@ -55,6 +58,7 @@ class SlotHandle:
         self.is_seated = False  # has or had a slot
         self.is_cancelled = False  # asked to stop
         self.settled: int | None = None  # tokens sampled in all, once its outcome is decided, though perhaps still on the way to the loop
+        self.spans: list[Span] = []  # of the earlier weights it was under
 
     @property
     def sampled_tokens(self) -> int:
@@ -76,13 +80,16 @@ class SlotHandle:
             self.cancel()
 
 
+_Outcome = tuple[SlotHandle, Generation | GenerationError]
+
+
 class _Publish:
     """Weights on their way into the model."""
 
-    __slots__ = ("copies", "done", "error", "version")
+    __slots__ = ("done", "error", "tensors", "version")
 
-    def __init__(self, copies: Copies, version: int) -> None:
-        self.copies = copies
+    def __init__(self, tensors: Tensors, version: int) -> None:
+        self.tensors = tensors
         self.version = version
         self.done = threading.Event()
         self.error: GenerationError | None = None
@@ -93,6 +100,9 @@ class SlotEngine:
 
     Tokens depend on weights, prompt, seed and temperature only, not on the company (up to ties in the last bit of the logits).
     `inference_logprobs` are those of an ordinary full forward pass at the sampling temperature. Torch's global random state is not used.
+    Weights whose logits are not finite fail the requests that met them; anything else that breaks in the thread stops the engine.
+
+    Memory: one set of weights, and one more for every older version under which requests are still being finished.
 
     Invariant: every sampled token is counted once, under its request's purpose, before the request resolves; so the lengths of all
     resolved generations sum to `sampled_tokens`, failed requests apart.
@@ -106,6 +116,7 @@ class SlotEngine:
         *,
         max_slots: int,
         max_length: int,
+        on_weight_update: OnWeightUpdate = "finish",
         on_publish: OnPublish = "recompute",
         prefill_tokens: int = _PREFILL_TOKENS,
         threads: int | None = None,
@@ -117,6 +128,7 @@ class SlotEngine:
         self._stops = stops
         self._max_slots = max_slots
         self._max_length = max_length
+        self._on_weight_update: OnWeightUpdate = on_weight_update
         self._on_publish: OnPublish = on_publish
         self._prefill_tokens = prefill_tokens
         self._threads = threads
@@ -133,7 +145,7 @@ class SlotEngine:
         self._rows: RowTable[SlotHandle] = RowTable(max_slots, max_length)
         self._live = np.zeros(max_slots, dtype=np.int64)  # by ticket: tokens sampled for a seated request
         self._tickets = list(range(max_slots - 1, -1, -1))
-        self._results: dict[asyncio.AbstractEventLoop, list[tuple[SlotHandle, Generation]]] = {}
+        self._results: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
         self._sampled: dict[Purpose, int] = dict.fromkeys(_PURPOSES, 0)
         self._metrics = dict.fromkeys(("prefill_passes", "prefill_tokens", "prefill_tokens_shared", "decode_passes", "busy_s"), 0.0)
         atexit.register(self.close)  # a daemon thread inside torch does not survive the end of the interpreter
@@ -156,6 +168,7 @@ class SlotEngine:
         threads: int | None = None,
         lora: LoraConfig | None = None,
         stop_token_ids: Sequence[int] = (),
+        on_weight_update: OnWeightUpdate = "finish",
         on_publish: OnPublish = "recompute",
         prefill_tokens: int = _PREFILL_TOKENS,
     ) -> SlotEngine:
@@ -163,17 +176,26 @@ class SlotEngine:
 
         path: folder written by save_pretrained. max_slots: requests in one forward pass, further ones wait. max_length: prompt and
         response together, in tokens. threads: torch threads of the engine, None for torch's own choice. lora: add an adapter, and publish
-        only that. stop_token_ids: end tokens besides the model's own. on_publish: what live sequences do when weights change: compute
-        their keys and values again, or keep those of the old weights. prefill_tokens: at most so many are computed between two
-        decoding passes.
+        only that. stop_token_ids: end tokens besides the model's own. on_weight_update: see `OnWeightUpdate`. on_publish: what
+        sequences that go on under new weights do: compute their keys and values again, or keep those of the old ones.
+        prefill_tokens: at most so many are computed between two decoding passes.
 
         Raises `ConfigError` for settings that do not fit the model, and for a folder whose model cannot be loaded or cannot work in slots.
         """
         for name, value in (("max_slots", max_slots), ("max_length", max_length), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ConfigError(f"SlotEngine.load: {name} must be at least 1, got {value}")
-        if on_publish not in get_args(OnPublish):
-            raise ConfigError(f"SlotEngine.load: on_publish must be one of {', '.join(get_args(OnPublish))}, got {on_publish!r}")
+        for name, choice, choices in (
+            ("on_weight_update", on_weight_update, get_args(OnWeightUpdate)),
+            ("on_publish", on_publish, get_args(OnPublish)),
+        ):
+            if choice not in choices:
+                raise ConfigError(f"SlotEngine.load: {name} must be one of {', '.join(choices)}, got {choice!r}")
+        if on_weight_update == "finish" and on_publish == "keep":
+            raise ConfigError(
+                "SlotEngine.load: on_publish must be recompute with on_weight_update finish, got keep - no sequence changes its weights "
+                "then: leave it out, or set on_weight_update to continue or restart"
+            )
         net, weights = load_net(path, dtype=dtype, lora=lora)
         check_architecture(net, max_length)
         model = SlotModel(net, max_slots=max_slots, max_length=max_length)
@@ -181,15 +203,15 @@ class SlotEngine:
         with torch.inference_mode():
             model.check_slots()
         return cls(
-            model, weights, stops, max_slots=max_slots, max_length=max_length, on_publish=on_publish,
-            prefill_tokens=prefill_tokens, threads=threads,
+            model, weights, stops, max_slots=max_slots, max_length=max_length, on_weight_update=on_weight_update,
+            on_publish=on_publish, prefill_tokens=prefill_tokens, threads=threads,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- called from the event loop, or any thread
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights in use; 0 until the first publish."""
+        """Version of the newest weights, by which requests begin; 0 until the first publish."""
         return self._version
 
     def sampled_tokens(self, purpose: Purpose) -> int:
@@ -197,8 +219,12 @@ class SlotEngine:
         return self._sampled[purpose]
 
     def metrics(self) -> dict[str, float]:
-        """What the thread has done so far: passes, prompt tokens computed and shared between siblings, seconds of work."""
-        return {f"engine/{name}": value for name, value in self._metrics.items()}
+        """What the thread has done so far: passes, prompt tokens computed and shared between siblings, seconds of work.
+
+        And `engine/versions_live`: sets of weights in memory now.
+        """
+        live = 0 if self._model is None else len(self._weights.versions)
+        return {f"engine/{name}": value for name, value in self._metrics.items()} | {"engine/versions_live": float(live)}
 
     def live_tokens(self, ticket: int) -> int:
         """Tokens sampled so far for the seated request with this ticket."""
@@ -248,7 +274,7 @@ class SlotEngine:
         """Put new weights in place, between two forward passes; returns when they are.
 
         state: the model's state dict, or with LoRA what peft's get_peft_model_state_dict gives. The tensors must not change during
-        the call. Live sequences go on under the new weights; their policy_version stays that of their first token. Raises
+        the call. Requests that begin afterwards are sampled by these weights; those that have begun follow `OnWeightUpdate`. Raises
         `GenerationError` for weights that do not fit or are not finite (the old ones stay), or when the engine has stopped.
         """
         self._require_running()
@@ -342,10 +368,9 @@ class SlotEngine:
         with self._lock:
             if self._stopped is not None:
                 return
-            publishes, self._publishes = self._publishes, []
             cancels, self._cancels = self._cancels, []
-        self._take_weights(publishes)
-        self._carry_out(cancels)
+        self._carry_out(cancels)  # first: for a row that ends here no weights have to be kept
+        self._take_weights()
         self._seat_waiting()
         rows = self._rows
         if not rows.count:
@@ -358,19 +383,33 @@ class SlotEngine:
             self._decode()
         self._metrics["busy_s"] += perf_counter() - started
 
-    def _take_weights(self, publishes: list[_Publish]) -> None:
+    def _take_weights(self) -> None:
+        with self._lock:
+            publishes, self._publishes = self._publishes, []
         try:
             for order in publishes:
-                for target, source in order.copies:
-                    target.copy_(source)
+                if self._on_weight_update == "finish":
+                    self._weights.put(order.tensors, order.version, beside=self._rows.has_begun(self._weights.newest))
+                    self._rows.renew(self._weights.newest)
+                else:
+                    self._note_spans()
+                    self._weights.put(order.tensors, order.version, beside=False)
+                    if self._on_publish == "recompute":
+                        self._rows.forget_cache()
                 self._version = order.version
-                if self._on_publish == "recompute":
-                    self._rows.forget_cache()
                 order.done.set()
         except BaseException:
             with self._lock:
                 self._publishes.extend(order for order in publishes if not order.done.is_set())  # whoever waits must be told
             raise
+
+    def _note_spans(self) -> None:
+        """Write down which tokens of the live rows are of the weights that leave now."""
+        rows = self._rows
+        sampled = (rows.length - rows.prompt_length)[: rows.count].tolist()
+        for handle, count in zip(rows.owners, sampled, strict=True):
+            if count > (handle.spans[-1].sampled if handle.spans else 0):
+                handle.spans.append(Span(self._version, count))
 
     def _carry_out(self, cancels: list[SlotHandle]) -> None:
         live = [handle for handle in cancels if handle.settled is None]
@@ -378,7 +417,6 @@ class SlotEngine:
             for handle in live:
                 self._finish(handle.slot, "cancelled")
             self._remove([handle.slot for handle in live])
-            self._deliver()
 
     def _seat_waiting(self) -> None:
         rows = self._rows
@@ -394,7 +432,8 @@ class SlotEngine:
                 self._live[ticket] = 0
                 slot = rows.add(
                     handle, request.prompt_ids, max_new=request.max_new_tokens, temperature=request.temperature,
-                    noise_key=noise_key(request.seed), ticket=ticket, account=_PURPOSES.index(request.purpose),
+                    noise_key=noise_key(request.seed), edition=self._weights.newest, ticket=ticket,
+                    account=_PURPOSES.index(request.purpose),
                 )  # fmt: skip
                 handle.slot, handle.ticket, handle.is_seated = slot, ticket, True
 
@@ -405,6 +444,8 @@ class SlotEngine:
         starts = rows.cached[plan.leaders]
         columns = np.minimum(starts[:, None] + np.arange(int(plan.counts.max())), self._max_length - 1)
         tokens = rows.tokens[plan.leaders[:, None], columns]
+        edition = int(rows.edition[plan.rows[0]])
+        self._weights.use(edition)
         logits = self._model.prefill(tokens, plan.counts, starts, plan.rows, plan.leaders, plan.leader_of)
         rows.cached[plan.rows] += plan.counts[plan.leader_of]
         computed = int(plan.counts.sum())
@@ -412,63 +453,95 @@ class SlotEngine:
         self._metrics["prefill_tokens"] += computed
         self._metrics["prefill_tokens_shared"] += int(plan.counts[plan.leader_of].sum()) - computed
         if plan.is_complete:
-            first = rows.ready
             rows.ready += len(plan.rows)
-            self._append(first, logits[torch.from_numpy(plan.leader_of)])
+            self._append(plan.rows, logits[torch.from_numpy(plan.leader_of)], edition)
+        else:
+            broken = plan.rows[~has_probabilities(logits)[plan.leader_of]]
+            self._fail(broken, edition)
+            self._remove(broken)
 
     def _decode(self) -> None:
         assert self._model is not None
         rows = self._rows
-        n = rows.ready
-        at = rows.cached[:n]
-        logits = self._model.decode(rows.tokens[np.arange(n), at], at.copy())
-        rows.cached[:n] += 1
-        self._metrics["decode_passes"] += 1
-        self._append(0, logits)
+        for edition, first, end in reversed(rows.stretches()):  # rows that end move later rows only
+            self._weights.use(edition)
+            slots = np.arange(first, end)
+            at = rows.cached[slots]
+            logits = self._model.decode(rows.tokens[slots, at], at, first)
+            rows.cached[slots] += 1
+            self._metrics["decode_passes"] += 1
+            self._append(slots, logits, edition)
 
-    def _append(self, first: int, logits: torch.Tensor) -> None:
-        """Sample one token for each of the rows `first`, `first + 1`, ..., and let go of those that end with it. logits [R, V]"""
+    def _append(self, slots: Index, logits: torch.Tensor, edition: int) -> None:
+        """Sample one token for each of the slots, and let go of the rows that end with it or cannot be sampled. logits [R, V]"""
         rows = self._rows
-        count = len(logits)
-        span = slice(first, first + count)
-        noise = uniforms(rows.noise_key[span], rows.length[span] - rows.prompt_length[span])
-        tokens, logprobs = sample(logits, rows.temperature[span], noise)
-        rows.append(first, tokens, logprobs, self._version)
-        self._live[rows.ticket[span]] += 1
-        for purpose, sampled in zip(_PURPOSES, np.bincount(rows.account[span], minlength=len(_PURPOSES)).tolist(), strict=True):
+        noise = uniforms(rows.noise_key[slots], rows.length[slots] - rows.prompt_length[slots])
+        tokens, logprobs, is_good = sample(logits, rows.temperature[slots], noise)
+        broken = slots[~is_good]
+        if len(broken):
+            self._fail(broken, edition)
+            slots, tokens, logprobs = slots[is_good], tokens[is_good], logprobs[is_good]
+        rows.append(slots, tokens, logprobs)
+        self._live[rows.ticket[slots]] += 1
+        for purpose, sampled in zip(_PURPOSES, np.bincount(rows.account[slots], minlength=len(_PURPOSES)).tolist(), strict=True):
             self._sampled[purpose] += sampled
         is_stop = self._stops[tokens]
-        ended = np.flatnonzero(is_stop | (rows.length[span] >= rows.limit[span]))
-        if len(ended):
-            for row in ended.tolist():
-                self._finish(first + row, "stop" if is_stop[row] else "length")
-            self._remove(ended + first)
-            self._deliver()
+        ended = np.flatnonzero(is_stop | (rows.length[slots] >= rows.limit[slots]))
+        for row in ended.tolist():
+            self._finish(int(slots[row]), "stop" if is_stop[row] else "length")
+        self._remove(np.concatenate([slots[ended], broken]))
+
+    def _fail(self, slots: Index, edition: int) -> None:
+        """Settle requests whose logits are not finite. The slots themselves are freed by `_remove`."""
+        assert self._model is not None
+        for slot in slots.tolist():
+            handle = self._rows.owners[slot]
+            self._settle(
+                handle,
+                handle.sampled_tokens,
+                GenerationError(
+                    f"request {handle.request.request_id}: logits must be finite, but the weights of version "
+                    f"{self._weights.versions[edition]} give NaN or infinity - they have diverged, or dtype is too narrow for them: lower "
+                    f"the learning rate, or load the engine in float32"
+                ),
+            )
+        if len(slots):
+            self._model.cache.clear(slots)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
         """Settle the request in a slot. The slot itself is freed by `_remove`."""
         rows = self._rows
         handle = rows.owners[slot]
         token_ids, logprobs = rows.sampled(slot)
-        version = int(rows.version[slot])
+        version, token_versions = versions_of([*handle.spans, Span(self._weights.versions[int(rows.edition[slot])], len(token_ids))])
         generation = Generation(
             request_id=handle.request.request_id,
             token_ids=token_ids,
             inference_logprobs=logprobs,
             finish_reason=reason,
-            policy_version=self._version if version < 0 else version,
+            policy_version=version,
+            token_versions=token_versions,
         )
-        handle.settled = len(token_ids)
+        self._settle(handle, len(token_ids), generation)
+
+    def _settle(self, handle: SlotHandle, sampled: int, outcome: Generation | GenerationError) -> None:
+        handle.settled = sampled
         self._tickets.append(handle.ticket)
-        self._results.setdefault(handle.loop, []).append((handle, generation))
+        self._results.setdefault(handle.loop, []).append((handle, outcome))
 
     def _remove(self, slots: Sequence[int] | Index) -> None:
+        """Free the slots of settled requests, and send what they got."""
+        if not len(slots):
+            return
         assert self._model is not None
         moves, moved = self._rows.remove(slots)
         for slot, handle in moved:
             handle.slot = slot
         if moves is not None:
             self._model.cache.move(torch.from_numpy(moves.sources), torch.from_numpy(moves.targets), moves.length)
+        if len(self._weights.versions) > 1:
+            self._weights.keep(set(self._rows.edition[: self._rows.count].tolist()))
+        self._deliver()
 
     def _deliver(self) -> None:
         """Send what was settled since the last call to the loops it belongs to: one call per loop."""
@@ -497,7 +570,7 @@ class SlotEngine:
             order.error = self._stopped
             order.done.set()
         self._model = None
-        self._weights = Weights({})
+        self._weights = Weights(torch.nn.Module(), {})
         self._rows = RowTable(0, 0)
 
 
@@ -508,10 +581,14 @@ def _call(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
         pass
 
 
-def _resolve(results: list[tuple[SlotHandle, Generation]]) -> None:
-    for handle, generation in results:
-        if not handle.future.done():
-            handle.future.set_result(generation)
+def _resolve(results: list[_Outcome]) -> None:
+    for handle, outcome in results:
+        if handle.future.done():
+            continue
+        if isinstance(outcome, GenerationError):
+            handle.future.set_exception(outcome)
+        else:
+            handle.future.set_result(outcome)
 
 
 def _reject(handles: list[SlotHandle], reason: GenerationError) -> None:

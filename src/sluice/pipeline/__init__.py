@@ -1,6 +1,11 @@
 """The room that builds a run from a configuration and sees it through to its end.
 
-    rlvr.py         `train` and `dry_run` of an RLVR recipe: tasks, engine, verifiers, machine, trainer and records put together
+    rlvr.py         `train`, `resume` and `dry_run` of an RLVR recipe
+    build.py        what a configuration is built into before anything is written
+    run.py          one run under way
+    resume.py       where a run is taken up again
+    display.py      what a run shows while it goes on
+    dry_run.py      one group of each domain, sampled, scored and judged
     feed.py         the trainer's side of the shell: batches in, finished steps out
     loop_thread.py  one asyncio loop in a thread of its own, called from the main thread
     collector.py    the garbage collector's settings during a run

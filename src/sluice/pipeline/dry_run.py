@@ -1,16 +1,90 @@
-"""One group of one task, generated and scored as a run would, without a machine: what `sluice doctor` looks at."""
+"""One group of one task of each domain, generated, scored and judged as a run would, without a machine: what `sluice doctor` looks at."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sluice.config import RlvrConfig
 from sluice.execution.member import single_turn_rollout
+from sluice.filters import DomainFilters
 from sluice.generation import Engine, GenerationRequest
-from sluice.rewards import Scorer
-from sluice.types import Group, Rollout, Task, TokenIds
+from sluice.pipeline.build import Parts, build_parts
+from sluice.pipeline.loop_thread import LoopThread
+from sluice.rewards import Scorer, build_scorer
+from sluice.types import Group, Rollout, Task, TokenIds, Verdict
+
+CLOSE_S = 15.0  # most seconds for stopping the workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """One group, generated, scored and judged, and nothing trained."""
+
+    task_id: str
+    domain: str
+    prompt: str
+    responses: tuple[str, ...]
+    rewards: tuple[float | None, ...]
+    failures: tuple[str, ...]  # why responses have no reward, each kind once
+    verdict: Verdict
+    seconds: Mapping[str, float]  # by part
+
+
+def _verdict(filters: DomainFilters, group: Group) -> Verdict:
+    """What a run would make of a group whose rejected members could not be replaced."""
+    for rollout in group.rollouts:
+        if rollout.reward is None:
+            return Verdict.dropped("incomplete", "invalid", "scheduler")
+        if filters.response is not None and not (verdict := filters.response.judge(rollout)).keep:
+            return verdict
+    return filters.query.judge(group)
+
+
+def dry_run(config: RlvrConfig) -> tuple[DryRun, ...]:
+    """Generate, score and judge one group of the first task of each domain, without trainer and without a run folder.
+
+    Raises:
+        ConfigError, TaskError, SluiceError: as `train` would.
+    """
+    started = time.monotonic()
+    parts = build_parts(config, lambda text: None)
+    load_s = time.monotonic() - started
+    first: dict[str, Task] = {}
+    for task in parts.tasks.train.tasks:
+        first.setdefault(task.domain, task)
+    try:
+        with LoopThread(threading.Event()) as loop:
+            scorer = loop.do(lambda: build_scorer(config.rewards, config.reward_pool))
+            try:
+                return tuple(_dry_run_of(task, config, parts, loop, scorer, load_s) for task in first.values())
+            finally:
+                loop.run(scorer.close(), CLOSE_S)
+    finally:
+        parts.engine.close()
+
+
+def _dry_run_of(task: Task, config: RlvrConfig, parts: Parts, loop: LoopThread, scorer: Scorer, load_s: float) -> DryRun:
+    seconds = {"load": load_s}
+    rollouts, group = loop.run(
+        one_group(config, task, engine=parts.engine, scorer=scorer, decode=parts.decode, seconds=seconds), timeout_s=600.0
+    )
+    started = time.monotonic()
+    verdict = _verdict(parts.filters[task.domain], group)
+    seconds["judge"] = time.monotonic() - started
+    return DryRun(
+        task_id=task.task_id,
+        domain=task.domain,
+        prompt=task.prompt,
+        responses=tuple(rollout.turns[0].text for rollout in rollouts),
+        rewards=tuple(rollout.reward for rollout in rollouts),
+        failures=tuple({f.reason: f"{f.reason}: {f.detail}" for rollout in rollouts if (f := rollout.failure) is not None}.values()),
+        verdict=verdict,
+        seconds=seconds,
+    )
 
 
 async def one_group(

@@ -6,7 +6,7 @@
     run.lock         held while a process writes; says which one
     metrics.jsonl    one object per step, when configured
     tensorboard/     event files, when configured
-    checkpoints/     saved by the trainer
+    checkpoints/     what the run can be resumed from
     model/           the trained policy
 """
 
@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sluice.errors import RecordError
-from sluice.records.rundb import check_run_db, create_run_db
+from sluice.records.rundb import IDENTITY, check_run_db, create_run_db, read_facts
 
 CONFIG_FILE = "config.yaml"
 RUN_DB_FILE = "run.db"
@@ -34,6 +35,8 @@ LOCK_FILE = "run.lock"
 
 _EXP_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _MAX_SAME_SECOND = 1000  # runs of one name, seed and second; more can only be a loop gone wrong
+
+_ASKED_S = 0.05  # longer than `is_locked` holds the lock while it asks
 
 _ADVICE = {
     errno.EACCES: "change its permissions or choose another folder with records.root",
@@ -80,13 +83,27 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the trainer's checkpoints. Absent until the first one."""
+        """Folder of the checkpoints: see `sluice.records.checkpoints`. Absent until the first one."""
         return self.path / "checkpoints"
 
     @property
     def model(self) -> Path:
         """Folder of the trained policy. Absent until the run has saved it."""
         return self.path / "model"
+
+    @property
+    def identity(self) -> str:
+        """What tells this run from every other one.
+
+        Raises:
+            RecordError: run.db is missing or not ours, or from a version of Sluice without checkpoints to resume from.
+        """
+        facts = read_facts(self.run_db)
+        if IDENTITY not in facts:
+            raise RecordError(
+                f"{self.run_db} must say which run it is, but has no fact {IDENTITY!r} - an older Sluice wrote it: start a new run"
+            )
+        return str(facts[IDENTITY])
 
     @classmethod
     def create(
@@ -164,7 +181,7 @@ class RunFolder:
         except OSError as error:
             raise _cannot_write(file, error) from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(fd)
             os.ftruncate(fd, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
             os.pwrite(fd, json.dumps(holder).encode(), 0)
@@ -176,6 +193,26 @@ class RunFolder:
             os.close(fd)
             raise _cannot_write(file, error) from error
         self._lock_fd = fd
+
+    def is_locked(self) -> bool | None:
+        """Whether some process holds the lock, which is to say that it lives and writes. None: the system does not say."""
+        if self._lock_fd is not None:
+            return True
+        try:
+            fd = os.open(self.path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # a copy
+            return False
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return False
 
     def release(self) -> None:
         """Give the lock back; again is fine."""
@@ -216,6 +253,15 @@ def _cannot_write(path: Path, error: OSError) -> RecordError:
     """The system's refusal, with what a user can do about it."""
     advice = _ADVICE.get(error.errno or 0, "check the disk or choose another folder with records.root")
     return RecordError(f"{path} must be writable, got: {error.strerror or error} - {advice}")
+
+
+def _take(fd: int) -> None:
+    """Lock the file for writing, or raise BlockingIOError: not at once, since somebody may just be asking whether it is free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_ASKED_S)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _describe_holder(content: bytes) -> str:

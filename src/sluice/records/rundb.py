@@ -1,12 +1,12 @@
 """run.db: the record of a run. One SQLite file in WAL mode that can be read while the run goes on and after it was killed.
 
-    run         key, value: facts about the run as JSON: version, created, status, heartbeat, ended, ...
+    run         key, value: facts about the run as JSON: version, identity, created, status, heartbeat, ended, ...
     groups      one row per launched group, written when it leaves
     ledger      the ledger after each step, one row per step and outcome: tokens and attempts since the start of the run
     batches     one row per optimiser step
     metrics     step, name, value, time: value is NULL for NaN
     validation  one row per evaluation and domain
-    events      warnings and errors
+    events      warnings, errors, and what else happened to the run as a whole, as that it was resumed
 
 The file names itself: SQLite's `application_id` says that it is ours, `user_version` is the version of this schema.
 """
@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sqlite3
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -40,6 +42,15 @@ APPLICATION_ID = 0x534C5543  # "SLUC"
 SCHEMA_VERSION = 1
 
 RunStatus = Literal["running", "finished", "failed", "stopped"]
+
+SCHEDULER = "scheduler"
+"""Fact: what the scheduler is doing, as its `snapshot` says it, and the wall-clock `time` of it."""
+
+IDENTITY = "identity"
+"""Fact: what tells this run from every other one, also when its folder is renamed or copied."""
+
+SECONDS_AWAY = "seconds_away"
+"""Fact: how long the run lay dead before it was resumed, all times together."""
 
 MAX_WAITING_ROWS = 100_000  # about 100 MB of records and half a minute of the fastest run: a disk slower than that is a fault
 FLUSH_EVERY_ROWS = 2_000  # waiting rows that wake the writer before its time
@@ -129,7 +140,7 @@ class BatchRecord:
 
 
 def create_run_db(path: Path, facts: Mapping[str, Any]) -> None:
-    """Make an empty run.db with these facts, status "running" and this version of Sluice.
+    """Make an empty run.db with these facts, an identity, status "running" and this version of Sluice.
 
     Raises:
         RecordError: a file is there already, or the disk refuses.
@@ -141,7 +152,7 @@ def create_run_db(path: Path, facts: Mapping[str, Any]) -> None:
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         version = "unknown"
     started = time.time()
-    all_facts = {"version": version, "created": started, **facts, "status": "running", "heartbeat": started}
+    all_facts = {"version": version, IDENTITY: uuid.uuid4().hex, "created": started, **facts, "status": "running", "heartbeat": started}
     with _as_record_error(path), closing(_connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("BEGIN IMMEDIATE")
@@ -159,6 +170,49 @@ def check_run_db(path: Path) -> None:
     """Raise RecordError unless the file is a run.db of ours in this version of the schema."""
     with open_for_reading(path):
         pass
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts about the run as a whole.
+
+    Raises:
+        RecordError: the file is missing, not ours, of another schema version, or unreadable.
+    """
+    with open_for_reading(path) as db:
+        return facts_in(db)
+
+
+def facts_in(db: sqlite3.Connection) -> dict[str, Any]:
+    """The facts that an open run.db holds."""
+    return {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
+
+
+def rollback(run_db: Path, *, step: int, next_group: int, open_groups: Sequence[int], clock: Callable[[], float] = time.time) -> None:
+    """Take run.db back to a checkpoint, so that what the resumed run does again is recorded once. All or nothing; again is fine.
+
+    To be done before the `Journal` is opened. Events stay, and one says that the run was resumed.
+
+    Args:
+        run_db: of a run that nobody writes to (`RunFolder.lock`).
+        step: of the checkpoint: rows of later steps go. 0: the run begins anew, and rows of step 0 go as well.
+        next_group: ids from here on were given after the checkpoint: these groups go.
+        open_groups: ids of groups that had not left at the checkpoint: their rows go, if there are any.
+
+    Raises:
+        RecordError: the file is missing, not ours, or the disk refuses; nothing has changed then.
+    """
+    check_run_db(run_db)
+    last_kept = step if step > 0 else -1
+    message = f"resumed from step {step}" if step > 0 else "begun anew: there was no checkpoint to resume from"
+    with _as_record_error(run_db), closing(_connect(run_db)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        for table in ("batches", "metrics", "ledger", "validation"):
+            db.execute(f"DELETE FROM {table} WHERE step > ?", (last_kept,))
+        db.execute("DELETE FROM groups WHERE group_id >= ?", (int(next_group),))
+        db.executemany("DELETE FROM groups WHERE group_id = ?", ((int(group_id),) for group_id in open_groups))
+        db.execute("DELETE FROM run WHERE key = ?", (SCHEDULER,))  # it tells of groups that are gone
+        db.execute(_INSERT["events"], (clock(), step, "info", message))
+        db.execute("COMMIT")
 
 
 @contextmanager
@@ -231,8 +285,7 @@ class Journal:
             try:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing committed; a power cut may, but never corrupts
-                self._db.execute(_SET_FACT, ("status", _json("running")))
-                self._db.execute("DELETE FROM run WHERE key = 'ended'")
+                self._begin()
                 (self._evaluations,) = self._db.execute("SELECT coalesce(max(evaluation), 0) FROM validation").fetchone()
             except sqlite3.Error:
                 self._db.close()
@@ -276,17 +329,17 @@ class Journal:
         self._tell("validation", [_validation_row(self._evaluations, step, domain, result, now) for domain, result in results.items()])
 
     def event(self, level: str, message: str, step: int | None = None) -> None:
-        """Something a person should know afterwards. level: "warning" or "error"."""
+        """Something a person should know afterwards. level: "info", "warning" or "error"."""
         self._tell("events", [(self._clock(), step, level, message)])
 
     def fact(self, key: str, value: Any) -> None:
-        """A fact about the run as a whole; the last one told counts. The value must fit into JSON."""
+        """A fact about the run as a whole; the last one told replaces the one before. The value must fit into JSON."""
         self._tell("run", [(key, _json(value))])
 
     # ------------------------------------------------------------ waiting for the disk
 
     def flush(self, timeout_s: float = _CLOSE_WITHIN_S) -> None:
-        """Return when everything told so far is committed. Not for the event loop.
+        """Return when everything told so far is committed and on disk, where no power cut takes it. Not for the event loop.
 
         Raises:
             RecordError: it could not be written, or not within `timeout_s`.
@@ -300,6 +353,7 @@ class Journal:
                 self._raise_problem()
             if time.monotonic() > deadline:
                 raise self._too_slow(timeout_s)
+        self._sync()
 
     def close(self, status: RunStatus) -> None:
         """Write what waits, mark the run as ended with this status, fold the WAL into the one file. Again is fine. Not for the event loop.
@@ -337,6 +391,29 @@ class Journal:
             exc.add_note(f"and the journal could not be closed: {error}")
 
     # ------------------------------------------------------------ the callers' side
+
+    def _begin(self) -> None:
+        """Mark the run as running, from now on; the time since its last sign of life was no part of it."""
+        now, db = self._clock(), self._db
+        db.execute("BEGIN IMMEDIATE")
+        facts = facts_in(db)
+        away = facts.get(SECONDS_AWAY, 0.0) + max(0.0, now - facts["heartbeat"])
+        db.executemany(_SET_FACT, [("status", _json("running")), ("heartbeat", _json(now)), (SECONDS_AWAY, _json(away))])
+        db.execute("DELETE FROM run WHERE key = 'ended'")
+        db.execute("COMMIT")
+
+    def _sync(self) -> None:
+        """Put what is committed on disk: a commit alone survives the death of the process, not that of the machine."""
+        try:
+            fd = os.open(f"{self._path}-wal", os.O_RDONLY)
+        except FileNotFoundError:  # nothing was written since it was folded into run.db
+            return
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise RecordError(f"{self._path} must be on disk, got: {error.strerror or error} - check the disk") from error
+        finally:
+            os.close(fd)
 
     def _tell(self, table: str, payload: Any) -> None:
         with self._lock:

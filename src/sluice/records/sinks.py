@@ -36,17 +36,23 @@ class MetricSink(Protocol):
         """Write what is held back; idempotent."""
 
 
-def build_sinks(folder: RunFolder, config: RecordsConfig) -> list[MetricSink]:
+def build_sinks(folder: RunFolder, config: RecordsConfig, resume_step: int | None = None) -> list[MetricSink]:
     """The sinks that the configuration asks for.
+
+    Args:
+        folder: of the run.
+        config: which sinks.
+        resume_step: of the checkpoint that the run goes on from: what an earlier process wrote of later steps is forgotten. 0: the run
+            begins anew, and everything is. None: a new run.
 
     Raises:
         RecordError: one cannot be opened, or its package is missing.
     """
     sinks: list[MetricSink] = []
     if config.jsonl:
-        sinks.append(JsonlSink(folder.metrics_jsonl))
+        sinks.append(JsonlSink(folder.metrics_jsonl, resume_step=resume_step))
     if config.tensorboard:
-        sinks.append(TensorBoardSink(folder.tensorboard))
+        sinks.append(TensorBoardSink(folder.tensorboard, resume_step=resume_step))
     return sinks
 
 
@@ -166,14 +172,16 @@ class JsonlSink:
     JSON has no NaN: a value that is not finite is null and named in `non_finite`. `read_metrics` puts it back.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open for appending; a last line torn by a kill is cut off first.
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, resume_step: int | None = None) -> None:
+        """Open for appending; a last line torn by a kill is cut off first, and lines of steps after `resume_step` are taken out.
 
         Raises:
             RecordError: the file cannot be opened.
         """
         self._clock = clock
         try:
+            if resume_step is not None and path.exists():
+                _take_out_later_lines(path, resume_step)
             self._file: IO[bytes] = path.open("ab")
             _cut_torn_line(path)
         except OSError as error:
@@ -229,17 +237,35 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
+def _take_out_later_lines(path: Path, step: int) -> None:
+    """Rewrite the file without lines of later steps (step 0: without any), whole or not at all. What a crash made of a line goes too."""
+    temporary = path.with_name(path.name + ".new")
+    with path.open("rb") as lines, temporary.open("wb") as kept:
+        kept.writelines(line for line in lines if step > 0 and _step_of(line) <= step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(temporary, path)
+
+
+def _step_of(line: bytes) -> float:
+    """The step that a line is of; infinity for what is no line of ours."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 class TensorBoardSink:
     """Scalars for TensorBoard, through tensorboard's own event writer: it needs neither torch nor TensorFlow."""
 
-    def __init__(self, folder: Path) -> None:
-        """Make the folder and start its event file.
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        """Make the folder and start an event file. It tells readers to forget steps after `resume_step`: written files stay as they are.
 
         Raises:
             RecordError: the package is missing, or the folder cannot be written.
         """
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
@@ -255,6 +281,10 @@ class TensorBoardSink:
                 f"{folder} must be writable, got: {error.strerror} - check the disk or set records.tensorboard: false"
             ) from error
         self._is_closed = False
+        if resume_step is not None:
+            first = resume_step + 1 if resume_step > 0 else 0
+            restart = SessionLog(status=SessionLog.START)
+            self._writer.add_event(self._event(wall_time=time.time(), step=first, session_log=restart))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Put one event in the writer's queue; a thread of its own takes it to disk."""

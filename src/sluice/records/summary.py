@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.execution.validation import ValidationResult
-from sluice.records.rundb import open_for_reading
+from sluice.records.rundb import SECONDS_AWAY, facts_in, open_for_reading
 from sluice.types import Category
 
 ENGINE_TOKENS = "engine_tokens"
@@ -19,7 +19,9 @@ ENGINE_TOKENS = "engine_tokens"
 MAX_STEPS = "max_steps"
 """Fact: optimiser steps that were asked for."""
 
-_OUTCOME_ORDER = ("trained", "dropped", "rejected", "failed", "cancelled", "surplus", "discarded", "late", "open")  # others after these
+# Outcomes that are not named here come after these.
+_OUTCOME_ORDER = ("trained", "dropped", "rejected", "expired", "failed", "cancelled", "surplus", "discarded", "lost", "late", "open")
+_WORDS = {"lost": "lost to kills"}  # outcomes that need more than their name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class RunSummary:
 
     run_db: Path
     status: str  # "running" also of a run that was killed
-    seconds: float  # from its creation to its end, or to its last heartbeat
+    seconds: float  # from its creation to its end, or to its last heartbeat; time between a death and a resume left out
     steps: int  # optimiser steps done
     max_steps: int | None  # None: the run did not say
     requested: int  # groups asked for, all batches together
@@ -89,7 +91,7 @@ def read_summary(run_db: Path) -> RunSummary:
         RecordError: the file is missing, not ours, or of another schema version.
     """
     with open_for_reading(run_db) as db:
-        facts: dict[str, Any] = {key: json.loads(value) for key, value in db.execute("SELECT key, value FROM run")}
+        facts = facts_in(db)
         steps, requested, kept, useful_groups, useful_tokens = (
             int(total)
             for total in db.execute(
@@ -111,7 +113,7 @@ def read_summary(run_db: Path) -> RunSummary:
     return RunSummary(
         run_db=run_db,
         status=facts["status"],
-        seconds=max(0.0, facts.get("ended", facts["heartbeat"]) - facts["created"]),
+        seconds=seconds_until(facts.get("ended", facts["heartbeat"]), facts),
         steps=steps,
         max_steps=facts.get(MAX_STEPS),
         requested=requested,
@@ -126,6 +128,11 @@ def read_summary(run_db: Path) -> RunSummary:
         warnings=levels.get("warning", 0),
         errors=levels.get("error", 0),
     )
+
+
+def seconds_until(moment: float, facts: Mapping[str, Any]) -> float:
+    """How long the run had gone on by then (wall-clock seconds), without the time it lay dead."""
+    return float(max(0.0, moment - facts["created"] - facts.get(SECONDS_AWAY, 0.0)))
 
 
 _EVALUATION = "SELECT step, domain, items, scored, reward_sum, unscored, truncated, sampled_tokens FROM validation WHERE evaluation = "
@@ -150,6 +157,10 @@ def _read_evaluation(rows: Iterable[tuple[Any, ...]]) -> Evaluation | None:
 
 def _outcome_order(outcome: str) -> tuple[int, str]:
     return (_OUTCOME_ORDER.index(outcome) if outcome in _OUTCOME_ORDER else len(_OUTCOME_ORDER), outcome)
+
+
+def _in_words(outcome: str) -> str:
+    return _WORDS.get(outcome, outcome)
 
 
 def over_all(results: Iterable[ValidationResult]) -> ValidationResult:
@@ -215,14 +226,14 @@ def _validation_lines(s: RunSummary) -> list[str]:
 
 
 def _token_lines(s: RunSummary) -> list[str]:
-    lines = [_row("Tokens generated", s.tokens, note=_against_engine(s))]
-    lines += [_row(f"  {total.outcome}", total.tokens, s.tokens) for total in s.ledger if total.tokens]
+    lines = [count_row("Tokens generated", s.tokens, note=_against_engine(s))]
+    lines += [count_row(f"  {_in_words(total.outcome)}", total.tokens, s.tokens) for total in s.ledger if total.tokens]
     if s.engine_tokens is not None and s.engine_tokens != s.tokens:
-        lines.append(_row("  not in the ledger", s.engine_tokens - s.tokens, note="(please report it)"))
+        lines.append(count_row("  not in the ledger", s.engine_tokens - s.tokens, note="(please report it)"))
     if s.tokens:
-        lines.append(_row("Useful tokens", s.useful_tokens, s.tokens, note="(non-zero advantage)"))
+        lines.append(count_row("Useful tokens", s.useful_tokens, s.tokens, note="(non-zero advantage)"))
     if s.useful_groups:
-        lines.append(_row("Tokens per useful group", round(s.tokens / s.useful_groups), note=f"({s.useful_groups:,} useful groups)"))
+        lines.append(count_row("Tokens per useful group", round(s.tokens / s.useful_groups), note=f"({s.useful_groups:,} useful groups)"))
     return lines
 
 
@@ -235,12 +246,12 @@ def _against_engine(s: RunSummary) -> str:
 
 
 def _group_lines(s: RunSummary) -> list[str]:
-    lines = [_row("Groups launched", s.launched)]
+    lines = [count_row("Groups launched", s.launched)]
     for outcome in dict.fromkeys(total.outcome for total in s.groups):
         totals = [total for total in s.groups if total.outcome == outcome]
-        lines.append(_row(f"  {outcome}", sum(total.groups for total in totals), s.launched))
+        lines.append(count_row(f"  {_in_words(outcome)}", sum(total.groups for total in totals), s.launched))
         if outcome != "trained":
-            lines += [_row(f"    {_name(total)}", total.groups, s.launched) for total in totals]
+            lines += [count_row(f"    {_name(total)}", total.groups, s.launched) for total in totals]
     return lines
 
 
@@ -250,7 +261,8 @@ def _result_lines(s: RunSummary) -> list[str]:
     return [f"{'Results':<14} {folder}", *(f"  {word:<12} {path}" for word, path in places if path.exists())]
 
 
-def _row(label: str, count: int, whole: int | None = None, note: str = "") -> str:
+def count_row(label: str, count: int, whole: int | None = None, note: str = "") -> str:
+    """A line of a printout: what, how many, and which share of the whole."""
     share = f"{count / whole:8.1%}" if whole else ""
     return f"{label:<{_LABEL}} {count:>{_NUMBER},}{share}  {note}".rstrip()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sluice.types import EMPTY, Batch, Category, Failure, Rollout, Task
+from sluice.types import EMPTY, Batch, Category, Failure, Rollout, Task, Verdict
 
 # ---------------------------------------------------------------- events: something happened
 
@@ -19,11 +19,12 @@ class BatchWanted:
     """The trainer asks for its next batch. At most one request is open at a time."""
 
     groups: int  # >= 1
+    batches_left: int | None = None  # batches that will be asked for after this one: nothing is prepared beyond them; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDrawn:
-    """The task source answered a `DrawTask`."""
+    """The task source answered the oldest open `DrawTask`: answers come in the order of the draws."""
 
     task: Task
     epoch: int
@@ -31,7 +32,7 @@ class TaskDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksExhausted:
-    """The task source answered a `DrawTask`: nothing is left, until a task is returned to it."""
+    """The task source answered the oldest open `DrawTask`: nothing (of its domain) is left, until a task is returned to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,65 @@ class StepAdvanced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """A worker died with everything it was doing: each of its attempts failed, for the same reason."""
+
+    attempts: Mapping[int, int]  # attempt_id -> tokens it had sampled
+    detail: str = ""  # for a person: which worker, how it ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsUpdated:
+    """The engine samples with the weights of `version` from now on."""
+
+    version: int
+    generating: tuple[int, ...] = ()  # attempts that began under older weights and are still generating
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockTick:
+    """Time has passed: the answer to `WakeAt`. A tick too many does no harm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopAttempt:
+    """A user-defined loop starts one try at one member of the group it owns. Answered by `LaunchMember`, or `AttemptRefused`."""
+
+    group_id: int
+    member_index: int  # 0 .. group_size + redundancy - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReturned:
+    """A user-defined loop is done with its group: with rollouts, or without any, or with its own verdict on them."""
+
+    group_id: int
+    rollouts: tuple[Rollout, ...] | None  # each of an attempt that was delivered and not rejected; None: it gives the group up
+    reason: str = ""  # why it gives up; "": loop_returned_none
+    judged: Verdict | None = None  # the loop's own verdict, which is final; None: the query filter judges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """The run ends: everything running is cancelled, everything waiting is discarded and counted."""
 
 
-Event = BatchWanted | TaskDrawn | TasksExhausted | MemberFinished | MemberFailed | MemberCancelled | LateTokens | StepAdvanced | Shutdown
+Event = (
+    BatchWanted
+    | TaskDrawn
+    | TasksExhausted
+    | MemberFinished
+    | MemberFailed
+    | MemberCancelled
+    | LateTokens
+    | WorkerLost
+    | StepAdvanced
+    | WeightsUpdated
+    | ClockTick
+    | LoopAttempt
+    | GroupReturned
+    | Shutdown
+)
 
 # ---------------------------------------------------------------- instructions: do something
 
@@ -88,6 +143,8 @@ Event = BatchWanted | TaskDrawn | TasksExhausted | MemberFinished | MemberFailed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawTask:
     """Draw one task and answer with `TaskDrawn` or `TasksExhausted`."""
+
+    domain: str | None = None  # which domain it must be of; None: whatever comes next
 
 
 class LaunchMember(NamedTuple):
@@ -113,6 +170,47 @@ class ReturnTask:
 
     task: Task
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLoop:
+    """Start the user-defined loop for one group; it ends with `GroupReturned`."""
+
+    group_id: int
+    task: Task
+    epoch: int
+    start_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelLoop:
+    """Stop the loop of one group. Nothing has to be answered; attempts under way get a `CancelMember` each."""
+
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRefused:
+    """Answer to `LoopAttempt`: the rounds of this member are used up, or the group is closed."""
+
+    group_id: int
+    member_index: int
+    reason: str  # "response_retries", "group_closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberJudged:
+    """Answer to `MemberFinished` of a group that a loop owns: whether the response stays in the group."""
+
+    attempt_id: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Send a `ClockTick` at this time (seconds of the machine's clock) or soon after. A later WakeAt replaces an earlier one."""
+
+    when: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +243,21 @@ class Fail:
     message: str
 
 
-Instruction = DrawTask | LaunchMember | CancelMember | ReturnTask | DeliverBatch | RecordGroup | Warn | Fail
+Instruction = (
+    DrawTask
+    | LaunchMember
+    | CancelMember
+    | ReturnTask
+    | RunLoop
+    | CancelLoop
+    | AttemptRefused
+    | MemberJudged
+    | WakeAt
+    | DeliverBatch
+    | RecordGroup
+    | Warn
+    | Fail
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +271,7 @@ class GroupRecord:
     round: int
     start_step: int  # global_step at launch
     end_step: int  # global_step at exit
-    outcome: str  # "trained", "dropped", "surplus", "cancelled", "discarded"
+    outcome: str  # "trained", "dropped", "expired", "surplus", "cancelled", "discarded"
     reason: str  # "kept", or the verdict's reason, or why it was cancelled
     category: Category | None  # None unless dropped
     source: str  # the filter or the part of the machine that decided

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Final
 
-from sluice.types import Category, Rollout, Task
+from sluice.scheduler.events import GroupRecord
+from sluice.scheduler.slots import Slot
+from sluice.types import Category, Rollout, Task, Verdict
 
 # splitmix64 (Steele et al., 2014)
 _MASK: Final = (1 << 64) - 1
@@ -34,21 +37,30 @@ class OpenGroup:
     __slots__ = (
         "attempts",
         "category",
+        "closed",
         "counted",
+        "deadline",
         "delivered",
+        "detached",
+        "disqualified",
         "end_step",
         "epoch",
         "evidence",
         "group_id",
+        "guard_ticket",
+        "had_fault",
+        "has_loop",
         "lost",
         "missing",
         "open_tokens",
         "outcome",
         "reason",
         "rejections",
+        "restored_s",
         "round",
         "running",
         "seed",
+        "slot",
         "slots",
         "source",
         "start_step",
@@ -60,23 +72,33 @@ class OpenGroup:
     )
 
     def __init__(
-        self, *, group_id: int, task: Task, epoch: int, round_number: int, start_step: int, size: int, seed: int, now: float
+        self, *, group_id: int, task: Task, epoch: int, slot: Slot, start_step: int, size: int, redundancy: int, seed: int, now: float
     ) -> None:
+        places = size + redundancy
         self.group_id = group_id
         self.task = task
         self.epoch = epoch
-        self.round = round_number
+        self.slot = slot
+        self.round = slot.round
         self.start_step = start_step
         self.started_at = now
         self.seed = mix(seed, epoch, zlib.crc32(task.task_id.encode()))
-        self.delivered: list[Rollout | None] = [None] * size  # by member_index
-        self.counted = [False] * size  # whether the delivered member enters statistics
-        self.tries = [0] * size  # attempts launched per member
-        self.rejections = [0] * size  # delivered responses that were taken out, per member
-        self.missing = size  # members that have neither delivered nor been lost
-        self.lost = 0  # members whose rounds are used up
-        self.running = 0  # attempts under way
-        self.slots = [-1] * size  # id of the attempt under way for each member; -1: none
+        self.delivered: list[Rollout | None] = [None] * places  # by member_index
+        self.counted = [False] * places  # whether the delivered member enters statistics
+        self.tries = [0] * places  # attempts launched per member
+        self.rejections = [0] * places  # delivered responses that were taken out, per member
+        self.missing = size  # members that must still deliver, lost ones left out
+        self.lost = 0  # members whose rounds are used up, where no other place could deliver in their stead
+        self.running = 0  # attempts under way, detached ones included
+        self.detached = 0  # attempts that were let go while the group lives on, and are not settled yet
+        self.closed = False  # judged, or on its way out: no member is waited for any more
+        self.deadline = math.inf  # by when it must be judged
+        self.guard_ticket: int | None = None  # the ratio guard has counted it
+        self.disqualified: Verdict | None = None  # a member made it worthless; it leaves when it has been judged
+        self.restored_s: float | None = None  # seconds of its life in an earlier process, where it was committed
+        self.has_loop = False  # a user-defined loop owns it and is under way
+        self.had_fault = False  # some member was lost to broken machinery
+        self.slots = [-1] * places  # id of the attempt under way for each member; -1: none
         self.attempts = 0
         self.tokens = 0  # sampled by settled attempts and delivered members
         self.open_tokens = 0  # of these, by delivered members
@@ -86,12 +108,35 @@ class OpenGroup:
         self.source = ""
         self.evidence: dict[str, float] = {}
         self.end_step = start_step
-        self.story: list[tuple[float, str, int]] = [(now, "launched in round", round_number)]
+        self.story: list[tuple[float, str, int]] = [(now, "launched in round", slot.round)]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
         """Raw task reward per member; None: none delivered, or delivered without one."""
         return tuple(None if rollout is None else rollout.reward for rollout in self.delivered)
+
+    def record(self, now: float) -> GroupRecord:
+        """How it left, for the journal."""
+        versions = [rollout.policy_version for rollout in self.delivered if rollout is not None]
+        return GroupRecord(
+            group_id=self.group_id,
+            task_id=self.task.task_id,
+            domain=self.task.domain,
+            epoch=self.epoch,
+            round=self.round,
+            start_step=self.start_step,
+            end_step=self.end_step,
+            outcome=str(self.outcome),
+            reason=self.reason,
+            category=self.category,
+            source=self.source,
+            attempts=self.attempts,
+            sampled_tokens=self.tokens,
+            seconds=now - self.started_at if self.restored_s is None else self.restored_s,
+            policy_version=min(versions, default=-1),
+            rewards=self.rewards,
+            evidence=self.evidence,
+        )
 
     def tell(self) -> str:
         """The whole story of the group, one line an event, for error messages."""

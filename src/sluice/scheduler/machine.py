@@ -1,37 +1,48 @@
 """The machine: it decides which groups to launch, replace, accept, cancel and deliver. Event in, instructions out; it never waits.
 
-How a batch is filled (`BatchWanted(n)`): n groups are launched (round 1). A group whose members have all delivered is judged once; a
-dropped one is replaced at once by a new group of the next round, until n are committed. Then the batch is delivered whole and everything
-still running is cancelled. Every bound ends in `on_exhausted`: raise, shrink, or top up with dropped low-information groups.
+How a batch is filled (`BatchWanted(n)`): slots are opened for n groups, and for ceil(r x n) more that later batches will need. A group
+whose members have delivered is judged once; a dropped one is replaced at once by a new group of the next round, until n are committed. Then
+the batch is delivered whole. Synchronous (r = 0): whatever still runs is cancelled. Asynchronous: it goes on while the trainer steps, and
+expires when it has become too old. Every bound ends in `on_exhausted`: raise, shrink, or top up with dropped low-information groups.
 
 Invariants: every attempt ends once, every launched group leaves once, what a batch holds is whole groups of distinct members, and running
-plus committed groups never exceed what the open batch needs plus `max_additional_running_prompts`.
+plus committed groups never exceed the open quota plus `max_additional_running_prompts`. While a batch is wanted, something is under way, or
+`waiting_for` names what is waited for.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from sluice.errors import FilterError, SchedulerBug
+from sluice.errors import FilterError, LoopError, SchedulerBug
 from sluice.filters import DomainFilters
 from sluice.ledger import Ledger
 from sluice.scheduler import events as ev
+from sluice.scheduler import state, watch
 from sluice.scheduler.buffer import ReplayBuffer
 from sluice.scheduler.groups import OpenGroup, scramble
-from sluice.types import Batch, Failure, Group, Rollout, TruncatedPolicy, Verdict
+from sluice.scheduler.prompts import Prompts
+from sluice.scheduler.slots import Mix, Slot, Slots
+from sluice.scheduler.tally import Sums, Tally
+from sluice.types import EMPTY, Batch, Failure, Group, Rollout, Task, TruncatedPolicy, Verdict
+
+if TYPE_CHECKING:
+    from sluice.filters import RatioGuard
 
 EMPTY_BATCHES_IN_A_ROW: Final = 3  # batches of which nothing was kept, after which the run is an error whatever the policy
 SMOOTHING: Final = 8.0  # judged groups that a perfect acceptance is worth before anything is measured: no over-launch on thin evidence
 NOTHING_KEPT_BATCHES: Final = 3  # so many times the batch dropped in a row without a keep: worth a warning before the bound acts
-TOP_REASONS: Final = 5  # reasons that an exhaustion message names
 
-# Reasons for which a running group is abandoned. Nothing judged it, so that no category is recorded for it.
+# Reasons for which a group is given up. Nothing judged it, so that no category is recorded for it.
 CANCELLED_BATCH_FULL: Final = Verdict.dropped("batch_full", "low_information", "scheduler")
 SHUTDOWN: Final = Verdict.dropped("shutdown", "low_information", "scheduler")
+STALE: Final = Verdict.dropped("stale", "invalid", "scheduler")
+HELD_BY_GUARD: Final = Verdict.dropped("held_by_guard", "low_information", "ratio_guard")
+OVERFLOW: Final = Verdict.dropped("domain_full", "low_information", "scheduler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,103 +51,119 @@ class SchedulerConfig:
 
     group_size: int
     seed: int = 0
+    redundancy: int = 0  # members of a group beyond group_size that may run; the first group_size to deliver make the group
     fill: Literal["refill", "shrink"] = "refill"
+    collect: Literal["as_finished", "in_order"] = "as_finished"
     max_resample_rounds: int = 10  # round 1 is the groups asked for
     max_groups_per_batch: int | None = None
     max_response_rounds: int = 5  # the first generation and the rounds of replacing members
     on_exhausted: Literal["raise", "shrink", "keep_low_information"] = "raise"
     min_members: int | None = None  # None: group_size
     truncated: TruncatedPolicy = "mask"
-    max_additional_running_prompts: int = 0  # groups beyond the batch that may run at once; 0 without is_use_additional_prompts
+    on_member_failure: Literal["replace", "judge"] = "replace"
+    max_additional_running_prompts: int = 0  # groups beyond the quota that may run at once; 0 without is_use_additional_prompts
+    async_generation_ratio: float = 0.0
+    on_weight_update: Literal["finish", "restart", "continue"] = "finish"
+    surplus: Literal["carry", "discard"] | None = None  # None: discard when synchronous, else carry
+    max_staleness: int | None = None  # None: ceil(async_generation_ratio)
+    domain_staleness: Mapping[str, int] = field(default_factory=lambda: EMPTY)  # by domain, where it has its own
+    domain_shares: Mapping[str, float] | None = None  # None: domains come as the source gives them
+    mix_on: Literal["kept", "drawn"] = "kept"
+    absent_after_batches: int = 10  # batches in a row without some domain, after which that is said
+    group_timeout_s: float | None = None  # from launch to verdict
+    requeue: bool = True
+    quarantine_after: int | None = None
+    stall_warning_s: float | None = None
+    has_user_loop: bool = False  # groups are owned by a user-defined loop
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "max_resample_rounds", "max_response_rounds"):
+        for name in ("group_size", "max_resample_rounds", "max_response_rounds", "absent_after_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"SchedulerConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.redundancy < 0:
+            raise ValueError(f"SchedulerConfig.redundancy must be at least 0, got {self.redundancy}")
         if self.min_members is not None and not 1 <= self.min_members <= self.group_size:
             raise ValueError(f"SchedulerConfig.min_members must lie between 1 and group_size ({self.group_size}), got {self.min_members}")
-        if self.max_groups_per_batch is not None and self.max_groups_per_batch < 1:
-            raise ValueError(f"SchedulerConfig.max_groups_per_batch must be at least 1 or None, got {self.max_groups_per_batch}")
+        for name in ("max_groups_per_batch", "quarantine_after"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"SchedulerConfig.{name} must be at least 1 or None, got {value}")
+        for name in ("group_timeout_s", "stall_warning_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"SchedulerConfig.{name} must be above 0 or None, got {value}")
+        ahead = math.ceil(self.async_generation_ratio)
+        for domain, age in self.domain_staleness.items():
+            if age < ahead:
+                raise ValueError(f"SchedulerConfig.domain_staleness[{domain!r}] must be at least ceil(async ratio) ({ahead}), got {age}")
+        if self.surplus == "carry" and self.staleness < 1:
+            raise ValueError("SchedulerConfig.surplus 'carry' needs a max_staleness of at least 1, got 0 - carried groups would all expire")
+        if self.surplus == "discard" and self.async_generation_ratio > 0:
+            raise ValueError("SchedulerConfig.surplus 'discard' needs async_generation_ratio 0 - all that is prepared ahead would be lost")
 
+    @property
+    def staleness(self) -> int:
+        """Oldest age at which a group is trained, in steps."""
+        return math.ceil(self.async_generation_ratio) if self.max_staleness is None else self.max_staleness
 
-class _Filling:
-    """The batch being filled."""
+    @property
+    def is_async(self) -> bool:
+        """Whether groups run while the trainer steps."""
+        return self.async_generation_ratio > 0
 
-    __slots__ = (
-        "ahead",
-        "draws",
-        "dropped",
-        "empty_tries",
-        "judged",
-        "kept",
-        "launched",
-        "launched_before",
-        "members",
-        "owed",
-        "reasons",
-        "reward_kept",
-        "reward_launched",
-        "topped_up",
-        "wanted",
-    )
-
-    def __init__(self, wanted: int) -> None:
-        self.wanted = wanted
-        self.owed: deque[int] = deque([1] * wanted)  # rounds of the groups that may still be launched
-        self.draws: deque[int] = deque()  # rounds of the draws under way
-        self.launched = 0
-        self.launched_before = 0  # of these, in tries of which nothing was kept
-        self.empty_tries = 0
-        self.topped_up = 0  # low-information groups that were used after all
-        self.ahead = 0  # groups launched beyond those asked for
-        self.judged = 0
-        self.kept = 0
-        self.dropped = 0
-        self.members: dict[str, int] = {}  # reason -> members taken out of their group
-        self.reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> groups
-        self.reward_launched: list[float] = [0.0, 0.0]  # sum and number of rewards of judged groups
-        self.reward_kept: list[float] = [0.0, 0.0]
-
-    def use_after_all(self, group: Group, verdict: Verdict) -> None:
-        """A group that was dropped for this batch tops it up: it counts as kept."""
-        self.dropped -= 1
-        self.reasons[str(verdict.category), verdict.reason] -= 1
-        self.kept += 1
-        self.topped_up += 1
-        self.reward_kept[0] += sum([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
-        self.reward_kept[1] += len(group.rollouts)
-
-    def try_again(self) -> None:
-        """Nothing was kept: begin anew, what was counted stays counted."""
-        self.owed = deque([1] * self.wanted)
-        self.launched_before = self.launched
-        self.ahead = 0
-        self.empty_tries += 1
+    @property
+    def goes_by_ticket(self) -> bool:
+        """Whether a batch is made of the groups launched for it, and not of the first ones to finish."""
+        return self.fill == "shrink" or self.collect == "in_order"
 
 
 class Scheduler:
     """Fills batches with whole, judged groups. `handle(event, now)` returns what to do next; time is passed in, in seconds."""
 
-    def __init__(self, config: SchedulerConfig, filters: Mapping[str, DomainFilters], ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, filters: Mapping[str, DomainFilters], ledger: Ledger | None = None, guard: RatioGuard | None = None
+    ) -> None:
+        """guard: bounds the share of judged groups that filters may drop; None: no bound."""
         self.config = config
         self.filters = filters
+        self.guard = guard
         self.ledger = Ledger() if ledger is None else ledger
-        self.buffer = ReplayBuffer(max_additional_running_prompts=config.max_additional_running_prompts)
+        self.buffer = ReplayBuffer(
+            async_generation_ratio=config.async_generation_ratio,
+            max_additional_running_prompts=config.max_additional_running_prompts,
+            max_staleness=config.max_staleness,
+        )
         self.step = 0
+        self.version: int | None = None  # of the weights that the engine samples with; None: nobody has told
+        self.prompts = Prompts(requeue=config.requeue, quarantine_after=config.quarantine_after)
+        self.slots = Slots(None if config.domain_shares is None else Mix(config.domain_shares))
+        self._least_staleness = min([config.staleness, *config.domain_staleness.values()])
         self._running: dict[int, OpenGroup] = {}  # attempt_id -> its group
+        self._detached: set[int] = set()  # of these, the ones that were let go and are not settled yet
         self._groups: dict[int, OpenGroup] = {}  # launched, not left
         self._next_attempt = 0
         self._next_group = 0
-        self._filling: _Filling | None = None
+        self._requested = 0  # groups asked for
+        self._wanted: int | None = None  # of these, how many the batch shall have; None: no batch is asked for
+        self._wanted_since = 0.0
+        self._needs: Counter[str] = Counter()  # groups of each domain that the batch shall have, where kept groups are mixed
+        self._budget: int | None = None  # groups that may still be launched for this batch; None: no such bound
+        self._tally = Tally()
         self._delivered: list[OpenGroup] = []  # of the batch that is being trained
         self._spare: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # dropped for low information, kept in reserve for the batch
-        self._tasks_ended = False  # the source had nothing left when it was last asked
-        self._stray_draws = 0  # draws that were under way when their batch was delivered
+        self._held: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # the guard does not let them go yet
+        self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
+        self._skipped_in_a_row = 0  # draws of prompts in quarantine
         self._stopped = False
         self._empty_in_a_row = 0
+        self._absent = dict.fromkeys(filters, 0)  # domain -> batches in a row without it
         self._first_details: dict[tuple[str, str], str] = {}  # (domain, reason of failure) -> the first one, in words
         self._judged = 0  # groups judged since the start
         self._kept = 0
+        self._deadlines: deque[tuple[float, int]] = deque()  # (when, group_id), in order
+        self._wake_at = math.inf  # the WakeAt that stands
+        self._progress_at = 0.0  # when a group last came or went
+        self._is_stall_told = False
         self._handlers: dict[type, Callable[[Any, float, list[ev.Instruction]], None]] = {
             ev.BatchWanted: self._batch_wanted,
             ev.TaskDrawn: self._task_drawn,
@@ -145,14 +172,20 @@ class Scheduler:
             ev.MemberFailed: self._member_failed,
             ev.MemberCancelled: self._member_cancelled,
             ev.LateTokens: self._late_tokens,
+            ev.WorkerLost: self._worker_lost,
             ev.StepAdvanced: self._step_advanced,
+            ev.WeightsUpdated: self._weights_updated,
+            ev.ClockTick: self._clock_tick,
+            ev.LoopAttempt: self._loop_attempt,
+            ev.GroupReturned: self._group_returned,
             ev.Shutdown: self._shutdown,
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         """Take one event, at `now` seconds, and answer with the instructions that follow from it, in order.
 
-        Raises `SchedulerBug` for an event that cannot be, with the story of the group, and `FilterError` when a filter cannot judge.
+        Raises `SchedulerBug` for an event that cannot be, with the story of the group, and `FilterError` or `LoopError` when a filter or a
+        user-defined loop breaks its contract.
         """
         out: list[ev.Instruction] = []
         try:
@@ -182,7 +215,7 @@ class Scheduler:
     @property
     def filling(self) -> tuple[int, int] | None:
         """(kept, wanted) of the batch being filled; None: no batch is wanted."""
-        return None if self._filling is None else (self.buffer.committed, self._filling.wanted)
+        return None if self._wanted is None else (self._kept_now(), self._wanted)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -194,139 +227,415 @@ class Scheduler:
         group = self._groups.get(group_id)
         return f"group {group_id} is not open" if group is None else group.tell()
 
+    def waiting_for(self, now: float) -> str:
+        """What the batch waits for, in words; "" when no batch is wanted."""
+        return watch.waiting_for(self, now)
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Where everything stands, as plain data for JSON."""
+        return watch.snapshot(self, now)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start: the ledger's, the guard's, and what became of prompts."""
+        out = self.ledger.metrics()
+        if self.guard is not None:
+            out |= self.guard.metrics()
+        out["scheduler/expired_groups"] = float(self.buffer.expired)
+        out["scheduler/requeued_prompts"] = float(self.prompts.requeued)
+        out["scheduler/quarantined_prompts"] = float(len(self.prompts.quarantined))
+        out["scheduler/late_results"] = float(self.ledger.late_results + self.buffer.late_transactions)
+        return out
+
+    def state_dict(self, in_flight: Mapping[int, int] | None = None) -> dict[str, Any]:
+        """Everything that a later process needs to go on; this machine is not changed. Plain data and numpy arrays.
+
+        Committed groups are in it whole. Running groups are not: they are accounted for as cancelled, and their prompts are listed under
+        "outstanding", to be drawn first. in_flight: attempt_id -> tokens sampled so far, for every running attempt (missing ones: 0).
+        """
+        return state.save(self, {} if in_flight is None else in_flight)
+
+    def load_state_dict(self, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
+        """In a fresh machine: go on where `saved` was taken. tasks: by task_id. Returns what has to be written down about it.
+
+        Raises `RecordError` for a state that is torn or does not fit.
+        """
+        return state.load(self, saved, tasks)
+
     # ------------------------------------------------------------ the batch
 
     def _batch_wanted(self, event: ev.BatchWanted, now: float, out: list[ev.Instruction]) -> None:
         if event.groups < 1:
             raise SchedulerBug(f"BatchWanted.groups must be at least 1, got {event.groups}")
-        if self._filling is not None:
-            raise SchedulerBug(f"BatchWanted while a batch of {self._filling.wanted} groups is still being filled - wait for DeliverBatch")
+        if self._wanted is not None:
+            raise SchedulerBug(f"BatchWanted while a batch of {self._wanted} groups is still being filled - wait for DeliverBatch")
         if self._delivered:
             raise SchedulerBug("BatchWanted before StepAdvanced: the groups of the last batch have not been accounted for")
         if self._stopped:
             raise SchedulerBug("BatchWanted after Shutdown")
-        self._open_batch(event.groups)
+        self._requested = self._wanted = event.groups
+        self._wanted_since = self._progress_at = now
+        self._is_stall_told = False
+        self.buffer.advance_step(self.step, event.groups)
+        self._collect_garbage(now, out)
+        self._open_slots(event.batches_left)
         self._go_on(now, out)
+        self._arm(out)
 
-    def _open_batch(self, wanted: int) -> None:
-        self._filling = _Filling(wanted)
-        self.buffer.advance_step(self.step, wanted)
+    def _open_slots(self, batches_left: int | None = None) -> None:
+        """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none."""
+        slots, wanted = self.slots, self._requested
+        total = wanted + self.buffer.lookahead
+        if batches_left is not None:
+            total = min(total, wanted * (1 + batches_left))
+        end = slots.base + total
+        opened = len(slots.owed)
+        if self.config.goes_by_ticket:
+            taken = {group.slot.ticket for group in self._groups.values() if group.outcome is None}
+            taken.update(slot.ticket for slot in slots.waiting())
+            first = max(slots.base, slots.next_ticket) if self.config.fill == "shrink" else slots.base
+            slots.owed.extend([slots.give(ticket) for ticket in range(first, end) if ticket not in taken])
+        elif slots.mix is not None and self.config.mix_on == "kept":
+            self._needs = slots.mix.counts(slots.base, slots.base + wanted)
+            have = self._by_domain()
+            have.update(str(slot.domain) for slot in slots.waiting())
+            for ticket in range(slots.base, end):
+                domain = slots.mix.domain_of(ticket)
+                if have[domain] > 0:
+                    have[domain] -= 1
+                else:
+                    slots.owed.append(slots.give(ticket))
+        else:
+            missing = total - self.buffer.running - self.buffer.committed - slots.drawing - len(slots.owed)
+            for _ in range(missing):
+                slots.owed.append(slots.give(slots.next_ticket))
+        limit = self.config.max_groups_per_batch
+        if limit is not None:
+            self._budget = limit + max(0, len(slots.owed) - opened - wanted)
 
-    def _close_filling(self, filling: _Filling) -> None:
-        self._stray_draws += len(filling.draws)
-        self._filling = None
+    def _by_domain(self) -> Counter[str]:
+        """Running and committed groups of each domain."""
+        return Counter(group.task.domain for group in self._groups.values() if group.outcome is None)
 
     def _go_on(self, now: float, out: list[ev.Instruction]) -> None:
         """Launch what may be launched, deliver what is full, act on the bound: called after everything that changes the buffer."""
-        filling = self._filling
-        if filling is None:
-            return
-        if self.config.fill == "refill" and self.buffer.committed >= filling.wanted:
+        self._progress_at = now
+        if self._wanted is not None and self._is_full():
             self._deliver(now, out)
             return
-        self._draw(filling, out)
-        if self.buffer.running == 0 and not filling.draws:  # nothing is under way and nothing may be launched
-            if self.config.fill == "shrink" and not self._tasks_ended and self.buffer.committed:
-                self._deliver(now, out)
-            else:
-                self._exhausted(filling, now, out)
-
-    def _draw(self, filling: _Filling, out: list[ev.Instruction]) -> None:
-        if self._tasks_ended:
+        if self._wanted is None and not self.config.is_async:
             return
-        limit = self.config.max_groups_per_batch
-        room = self.buffer.poll() - len(filling.draws)
-        target = filling.wanted - self.buffer.committed
-        if self.config.max_additional_running_prompts and self.config.fill == "refill":
-            target = math.ceil(target * (self._judged + SMOOTHING) / (self._kept + SMOOTHING))
-        room = min(room, target - self.buffer.running - len(filling.draws))
-        while room > 0 and (limit is None or filling.launched - filling.launched_before + len(filling.draws) < limit):
-            if filling.owed:
-                number = filling.owed.popleft()
-            elif filling.ahead < self.config.max_additional_running_prompts and self.config.fill == "refill":
-                filling.ahead += 1  # launched ahead of a drop that the acceptance rate foretells
-                number = 1
+        self._draw(out)
+        if self._wanted is None or not self._is_stuck():
+            return
+        if self._held:
+            self._release_held(now, out)
+        elif self._waits_for_weights():
+            return
+        elif self._make_room(now, out):
+            self._go_on(now, out)
+        else:
+            self._exhausted(now, out)
+
+    def _is_full(self) -> bool:
+        assert self._wanted is not None
+        if self.config.fill == "shrink" or not self._wanted:
+            return False  # every group launched for the batch is waited for
+        if self.buffer.committed < self._wanted:
+            return False
+        if self.config.collect == "in_order":
+            return self._kept_now() >= self._wanted
+        if self._needs:
+            ready = Counter(group.task.domain for group in self.buffer.groups())
+            return all(ready[domain] >= needed or domain in self._ended for domain, needed in self._needs.items())
+        return True
+
+    def _window_end(self) -> int:
+        """First ticket behind the batch being filled."""
+        return self.slots.base + self._requested
+
+    def _kept_now(self) -> int:
+        """Committed groups that the batch being filled may take."""
+        if not self.config.goes_by_ticket:
+            return self.buffer.committed
+        end = self._window_end()
+        return sum([self._groups[group.group_id].slot.ticket < end for group in self.buffer.groups()])
+
+    def _is_stuck(self) -> bool:
+        """Whether nothing is under way that could bring the batch a group; groups that the guard holds apart."""
+        if not self.config.goes_by_ticket:
+            return self.buffer.running == len(self._held) and not self.slots.drawing
+        end = self._window_end()
+        if any(slot is not None and slot.ticket < end for slot in self.slots.draws):
+            return False
+        held = {group.group_id for group, _, _ in self._held}
+        return not any(
+            group.slot.ticket < end and group.outcome is None and not group.closed and group.group_id not in held
+            for group in self._groups.values()
+        )
+
+    def _waits_for_weights(self) -> bool:
+        """Whether a group launched now would be too old for the step that it is launched in."""
+        return self.version is not None and self.version < self.step - self._least_staleness
+
+    def _is_dry(self) -> bool:
+        """Whether the source had nothing left when it was last asked."""
+        mix = self.slots.mix
+        return bool(self._ended) and (None in self._ended or (mix is not None and self._ended.issuperset(mix.domains)))
+
+    def _draw(self, out: list[ev.Instruction]) -> None:
+        slots = self.slots
+        additional = 0 if self.config.goes_by_ticket else self.config.max_additional_running_prompts
+        if not slots.owed and not additional:
+            return
+        if self._is_dry() or self._waits_for_weights():
+            return
+        drawing = slots.drawing
+        room = self.buffer.poll() - drawing
+        if additional:
+            under_way = self.buffer.running + drawing
+            demand = self.buffer.quota - self.buffer.committed
+            target = math.ceil(demand * (self._judged + SMOOTHING) / (self._kept + SMOOTHING))
+            room = min(room, target - under_way)
+        while room > 0 and self._budget != 0:
+            if slots.owed:
+                slot = slots.owed.popleft()
+            elif additional and self._wanted is not None and self._tally.ahead < additional:
+                self._tally.ahead += 1  # launched ahead of a drop that the acceptance rate foretells
+                slot = self._extra_slot()
             else:
                 break
-            filling.draws.append(number)
-            out.append(_DRAW)
+            if slot.domain in self._ended:
+                slot = self._turned_over(slot)
+            if self._budget is not None:
+                self._budget -= 1
+            slots.draws.append(slot)
+            out.append(_DRAW if slot.domain is None else ev.DrawTask(domain=slot.domain))
             room -= 1
 
+    def _extra_slot(self) -> Slot:
+        slots = self.slots
+        if slots.mix is None or not self._needs:
+            return slots.give(slots.next_ticket)
+        have = self._by_domain()
+        have.update(str(slot.domain) for slot in slots.waiting())
+        domain = max(sorted(self._needs), key=lambda name: self._needs[name] - have[name])  # the one that is furthest behind
+        return slots.give(slots.next_ticket)._replace(domain=domain)
+
+    def _turned_over(self, slot: Slot) -> Slot:
+        """The slot of a domain that has ended goes to one that has not."""
+        mix = self.slots.mix
+        assert mix is not None
+        return slot._replace(domain=mix.largest(set(mix.domains) - self._ended))
+
     def _task_drawn(self, event: ev.TaskDrawn, now: float, out: list[ev.Instruction]) -> None:
-        if self._stray_draws:
-            self._stray_draws -= 1
-            out.append(ev.ReturnTask(task=event.task, epoch=event.epoch))  # its batch was filled meanwhile
+        task, slots = event.task, self.slots
+        if not slots.draws:
+            raise SchedulerBug(f"TaskDrawn ({task.task_id!r}) without a DrawTask")
+        slot = slots.draws.popleft()
+        if slot is None:
+            self._return(task, event.epoch, out)  # its batch was filled meanwhile
             return
-        filling = self._filling
-        if filling is None or not filling.draws:
-            raise SchedulerBug(f"TaskDrawn ({event.task.task_id!r}) without a DrawTask")
-        round_number = filling.draws.popleft()
-        if event.task.domain not in self.filters:
-            raise SchedulerBug(f"task {event.task.task_id!r} has domain {event.task.domain!r}, known are {sorted(self.filters)}")
-        filling.launched += 1
+        if task.domain not in self.filters:
+            raise SchedulerBug(f"task {task.task_id!r} has domain {task.domain!r}, known are {sorted(self.filters)}")
+        if slot.domain is not None and task.domain != slot.domain:
+            raise SchedulerBug(f"a task of domain {slot.domain!r} was to be drawn, got {task.task_id!r} of domain {task.domain!r}")
+        self._tally.drawn += 1
+        if task.task_id in self.prompts.quarantined:
+            self._skip(slot, now, out)
+            return
+        self._skipped_in_a_row = 0
+        self._tally.launched += 1
         group_id = self._next_group
         self._next_group += 1
-        self.buffer.begin(group_id)
+        self.buffer.begin(group_id, self.config.domain_staleness.get(task.domain))
         self.ledger.groups_launched += 1
-        size = self.config.group_size
         group = OpenGroup(
             group_id=group_id,
-            task=event.task,
+            task=task,
             epoch=event.epoch,
-            round_number=round_number,
+            slot=slot,
             start_step=self.step,
-            size=size,
+            size=self.config.group_size,
+            redundancy=self.config.redundancy,
             seed=self.config.seed,
             now=now,
         )
         self._groups[group_id] = group
-        for member_index in range(size):
+        if self.config.group_timeout_s is not None:
+            group.deadline = now + self.config.group_timeout_s
+            self._deadlines.append((group.deadline, group_id))
+            self._arm(out)
+        if self.config.has_user_loop:
+            group.has_loop = True
+            out.append(ev.RunLoop(group_id=group_id, task=task, epoch=event.epoch, start_step=self.step))
+            return
+        for member_index in range(len(group.slots)):
             self._launch(group, member_index, now, out)
 
+    def _skip(self, slot: Slot, now: float, out: list[ev.Instruction]) -> None:
+        """A prompt in quarantine was drawn: it is consumed, and another one is drawn in its stead."""
+        self.prompts.skipped += 1
+        self._skipped_in_a_row += 1
+        # One permutation of the data may end with all of them and the next one begin with all of them.
+        if self._skipped_in_a_row > 2 * len(self.prompts.quarantined):
+            reasons = Counter(self.prompts.quarantined.values())
+            told = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+            self._fail(
+                f"step {self.step}: expected prompts to sample, but all that are left ({len(self.prompts.quarantined)}) are in quarantine "
+                f"because their groups were lost again and again ({told}). {self._tally.why(self._first_details)} - see why, or raise "
+                "resampling.quarantine_after",
+                out,
+            )
+            return
+        self.slots.draws.append(slot)
+        out.append(_DRAW if slot.domain is None else ev.DrawTask(domain=slot.domain))
+
     def _tasks_exhausted(self, event: ev.TasksExhausted, now: float, out: list[ev.Instruction]) -> None:
-        if self._stray_draws:
-            self._stray_draws -= 1
-            return  # whoever asks next is told again
-        filling = self._filling
-        if filling is None or not filling.draws:
+        slots = self.slots
+        if not slots.draws:
             raise SchedulerBug("TasksExhausted without a DrawTask")
-        filling.draws.popleft()
-        self._tasks_ended = True
+        slot = slots.draws.popleft()
+        if slot is None:
+            return  # whoever asks next is told again
+        if self._budget is not None:
+            self._budget += 1
+        slots.owed.appendleft(slot)
+        if self.prompts.later:
+            self._return_later(out)
+        elif slot.domain not in self._ended:
+            self._ended.add(slot.domain)
+            if slot.domain is not None and not self._is_dry():
+                message = f"domain {slot.domain!r} has no prompts left: its share of the batches goes to the other domains"
+                out.append(ev.Warn(key=f"ended/{slot.domain}", message=message))
         self._go_on(now, out)
 
-    def _deliver(self, now: float, out: list[ev.Instruction], is_last: bool = False, top_up: bool = False) -> None:
-        filling = self._filling
-        assert filling is not None
-        taken = self.buffer.get_batch(filling.wanted)
+    def _return(self, task: Task, epoch: int, out: list[ev.Instruction]) -> None:
+        out.append(ev.ReturnTask(task=task, epoch=epoch))
+        self._ended.discard(None)
+        self._ended.discard(task.domain)
+
+    def _return_later(self, out: list[ev.Instruction]) -> None:
+        for task, epoch in self.prompts.later:
+            self._return(task, epoch, out)
+        self.prompts.later.clear()
+
+    def _make_room(self, now: float, out: list[ev.Instruction]) -> bool:
+        """Ready groups of full domains fill the buffer, and the batch lacks groups of another one: let the oldest of them go."""
+        slots = self.slots
+        if not self._needs or not slots.owed or self._is_dry() or self._budget == 0 or self.buffer.poll() > 0:
+            return False
+        ready = self.buffer.groups()
+        excess = Counter(group.task.domain for group in ready) - self._needs
+        crowd = {group.group_id for group in ready if excess[group.task.domain] > 0}
+        if not crowd:
+            return False
+        for group in self.buffer.evict(len(crowd) - 1, among=crowd):
+            self._give_up(self._groups[group.group_id], "surplus", OVERFLOW, now, out)
+        return True
+
+    def _select(self, wanted: int) -> list[int]:
+        """Ids of the committed groups that make the batch, oldest first."""
+        ready = self.buffer.groups()
+        if self.config.goes_by_ticket:
+            end = self._window_end()
+            ready = [group for group in ready if self._groups[group.group_id].slot.ticket < end]
+            ready.sort(key=lambda group: self._groups[group.group_id].slot.ticket)
+        if not self._needs:
+            return [group.group_id for group in ready]
+        left = Counter(self._needs)
+        first: list[int] = []
+        rest: list[int] = []
+        for group in ready:
+            (first if left[group.task.domain] > 0 else rest).append(group.group_id)
+            left[group.task.domain] -= 1
+        return [*first, *rest][:wanted]
+
+    def _deliver(self, now: float, out: list[ev.Instruction], top_up: bool = False) -> None:
+        tally, wanted = self._tally, self._wanted
+        assert wanted is not None
+        taken = self.buffer.take(self._select(wanted), wanted)
+        taken.sort(key=lambda group: (group.start_step, group.group_id))
         groups = [self._groups[group.group_id] for group in taken]
-        while top_up and self._spare and len(taken) < filling.wanted:
+        while top_up and self._spare and len(taken) < wanted:
             open_group, group, verdict = self._spare.popleft()
-            filling.use_after_all(group, verdict)
+            tally.use_after_all(group, verdict)
             open_group.reason, open_group.source = verdict.reason, "on_exhausted"
             taken.append(group)
             groups.append(open_group)
-        self.buffer.close_batch(self.buffer.quota)  # synchronous: the next batch opens its own
         for open_group, _, verdict in self._spare:
             self._leave(open_group, "dropped", verdict, now, out)
         self._spare.clear()
-        self._close_filling(filling)
+        self._wanted = None
         self._empty_in_a_row = 0
         self._delivered = groups
-        batch = Batch(groups=tuple(taken), requested=filling.wanted, step=self.step, is_last=is_last)
-        for surplus in self.buffer.take_all():
-            self._leave(self._groups[surplus.group_id], "surplus", None, now, out)
-        for open_group in list(self._groups.values()):
-            if open_group.outcome is None and open_group.missing:
-                self._abandon(open_group, "cancelled", CANCELLED_BATCH_FULL, now, out)
-        out.append(ev.DeliverBatch(batch=batch, metrics=self._batch_metrics(filling, batch)))
+        self.slots.next_batch(self._requested)
+        self._needs = Counter()
+        self.buffer.close_batch(self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0))
+        if self.config.is_async:
+            self._trim_owed()
+        else:
+            self._end_synchronous_fill(now, out)
+        self._return_later(out)
+        is_last = self._is_dry() and not self.buffer.running and not self.buffer.committed and not self.slots.drawing
+        batch = Batch(groups=tuple(taken), requested=self._requested, step=self.step, is_last=is_last)
+        self._note_domains(batch, out)
+        self._tally = Tally()
+        out.append(ev.DeliverBatch(batch=batch, metrics=tally.metrics(batch, self.step)))
+        if self.config.is_async:
+            self._draw(out)
 
-    def _exhausted(self, filling: _Filling, now: float, out: list[ev.Instruction]) -> None:
-        """Nothing runs and nothing may be launched, and the batch is short."""
-        kept = self.buffer.committed
-        if self._tasks_ended:
-            self._deliver(now, out, is_last=True)
+    def _trim_owed(self) -> None:
+        """Slots that the lookahead has no room for are given up; the next batch opens what it needs."""
+        slots = self.slots
+        if self.config.goes_by_ticket:
+            slots.owed = deque([slot for slot in slots.owed if slot.ticket >= slots.base])
+        else:
+            open_slots = self.buffer.running + self.buffer.committed + slots.drawing
+            while slots.owed and open_slots + len(slots.owed) > self.buffer.lookahead:
+                slots.owed.pop()
+
+    def _end_synchronous_fill(self, now: float, out: list[ev.Instruction]) -> None:
+        """The batch is full: nothing runs on into the next step."""
+        self.slots.forget()
+        for open_group, _, _ in self._held:
+            self.buffer.abort(open_group.group_id, HELD_BY_GUARD)
+            self._leave(open_group, "discarded", HELD_BY_GUARD, now, out)
+        self._held.clear()
+        if self.config.surplus != "carry":
+            for surplus in self.buffer.take_all():
+                self._leave(self._groups[surplus.group_id], "surplus", None, now, out)
+        for open_group in list(self._groups.values()):
+            if open_group.outcome is None and not open_group.closed:
+                self._abandon(open_group, "cancelled", CANCELLED_BATCH_FULL, now, out)
+
+    def _note_domains(self, batch: Batch, out: list[ev.Instruction]) -> None:
+        """Say when a domain has been absent for long."""
+        if len(self._absent) < 2 or not batch.groups:
             return
-        policy = "shrink" if self.config.fill == "shrink" else self.config.on_exhausted
+        present = {group.task.domain for group in batch.groups}
+        every = self.config.absent_after_batches
+        for domain in self._absent:
+            count = self._absent[domain] = 0 if domain in present else self._absent[domain] + 1
+            if count and count % every == 0:
+                message = f"domain {domain!r}: 0 of the groups of the last {count} batches"
+                advice = "see what drops them, raise rewards.<domain>.max_staleness if they expire, or set domain_interleave_probs"
+                out.append(ev.Warn(key=f"absent/{domain}", message=f"{message} - {advice}"))
+
+    def _exhausted(self, now: float, out: list[ev.Instruction]) -> None:
+        """Nothing is under way for the batch and nothing may be launched, and it is short."""
+        tally, kept = self._tally, self._kept_now()
+        if self._is_dry() and self.prompts.later:
+            self._return_later(out)
+            self._go_on(now, out)
+            return
+        if self._is_dry():
+            if kept or not (self.buffer.running or self.buffer.committed):
+                self._deliver(now, out)
+            else:  # all groups of these tickets are gone, later ones are there
+                self.slots.next_batch(self._requested)
+                self._go_on(now, out)
+            return
+        policy = "shrink" if self.config.fill == "shrink" or tally.shrunk else self.config.on_exhausted
         if policy == "keep_low_information" and kept + len(self._spare):
             self._deliver(now, out, top_up=True)
             return
@@ -336,56 +645,47 @@ class Scheduler:
         if policy != "raise":
             self._empty_in_a_row += 1
             if self._empty_in_a_row < EMPTY_BATCHES_IN_A_ROW:
-                message = f"no group of {filling.judged} judged was kept: no optimiser step ({self._empty_in_a_row} such batch in a row)"
-                out.append(ev.Warn(key="empty_batch", message=f"{message}. {self._why(filling)}"))
-                filling.try_again()
-                self._go_on(now, out)
+                message = f"no group of {tally.judged} judged was kept: no optimiser step ({self._empty_in_a_row} such batch in a row)"
+                out.append(ev.Warn(key="empty_batch", message=f"{message}. {tally.why(self._first_details)}"))
+                self._try_again(now, out)
                 return
-        message = self._exhaustion_message(filling, kept, policy)
-        self._close_filling(filling)
-        self.buffer.close_batch(filling.wanted - kept)  # what is kept stays for whoever asks again
+        self._fail(self._exhaustion_message(kept, policy), out)
+
+    def _try_again(self, now: float, out: list[ev.Instruction]) -> None:
+        """Nothing was kept: begin anew, what was counted stays counted."""
+        tally = self._tally
+        tally.launched_before = tally.launched
+        tally.ahead = 0
+        tally.empty_tries += 1
+        self._wanted = self._requested
+        if self.config.fill == "shrink":
+            self.slots.next_batch(self._requested)
+        self.slots.owed.clear()
+        self._open_slots()
+        self._go_on(now, out)
+
+    def _fail(self, message: str, out: list[ev.Instruction]) -> None:
+        """The batch cannot be filled; what is kept stays for whoever asks again."""
+        self.slots.forget()
+        if self._wanted is not None:
+            self.buffer.close_batch(max(0, self._wanted - self.buffer.committed))
+            self._wanted = None
+            self._tally = Tally()
         out.append(ev.Fail(message=message))
 
-    def _exhaustion_message(self, filling: _Filling, kept: int, policy: str) -> str:
-        limit = self.config.max_groups_per_batch
+    def _exhaustion_message(self, kept: int, policy: str) -> str:
+        tally, limit = self._tally, self.config.max_groups_per_batch
         if policy != "raise":
             bound = f"{EMPTY_BATCHES_IN_A_ROW} batches in a row kept nothing"
-        elif limit is not None and filling.launched - filling.launched_before >= limit:
+        elif self._budget == 0:
             bound = f"resampling.max_groups_per_batch ({limit}) is reached"
         else:
             bound = f"resampling.max_resample_rounds ({self.config.max_resample_rounds}) is reached"
-        rate = kept / filling.judged if filling.judged else 0.0
+        rate = tally.kept / tally.judged if tally.judged else 0.0
         return (
-            f"step {self.step}: expected a batch of {filling.wanted} groups, kept {kept} of {filling.judged} judged "
-            f"(acceptance rate {rate:.1%}), and {bound}. {self._why(filling)} - {self._advice(filling, policy)}"
+            f"step {self.step}: expected a batch of {self._requested} groups, kept {kept} of {tally.judged} judged "
+            f"(acceptance rate {rate:.1%}), and {bound}. {tally.why(self._first_details)} - {tally.advice(policy, self._first_details)}"
         )
-
-    def _advice(self, filling: _Filling, policy: str) -> str:
-        """What to change, by what dropped the groups."""
-        advice = []
-        reasons = {reason for _, reason in filling.reasons}
-        if "low_information" in {category for category, _ in filling.reasons}:
-            advice.append("loosen the filter that drops most, or choose easier or harder prompts")
-        if "truncated" in reasons or "truncated" in filling.members:
-            advice.append("raise response_length, or set resampling.truncated to 'keep'")
-        if any(reason in filling.members for _, reason in self._first_details):
-            advice.append("put the verifier or the engine right")
-        elif filling.members and filling.members.keys() != {"truncated"}:
-            advice.append("loosen the response filter, or raise resampling.max_response_rounds")
-        if policy == "raise":
-            advice.append("raise the bound, or set resampling.on_exhausted to 'shrink' or 'keep_low_information'")
-        return "; ".join(advice) or "look at the data and the filters"
-
-    def _why(self, filling: _Filling) -> str:
-        groups = sorted(filling.reasons.items(), key=lambda item: -item[1])[:TOP_REASONS]
-        text = "Groups dropped: " + (", ".join(f"{category}/{reason} {count}" for (category, reason), count in groups) or "none")
-        members = sorted(filling.members.items(), key=lambda item: -item[1])[:TOP_REASONS]
-        if members:
-            text += "; responses rejected: " + ", ".join(f"{reason} {count}" for reason, count in members)
-        for (domain, reason), detail in self._first_details.items():
-            if reason in filling.members and detail:
-                text += f"; first {reason} in domain {domain!r}: {detail}"
-        return text
 
     def _note(self, group: OpenGroup, failure: Failure, out: list[ev.Instruction]) -> None:
         """Tell the user the first failure of each kind in words; the others are counted."""
@@ -411,16 +711,42 @@ class Scheduler:
         out.append(ev.LaunchMember(attempt_id, group.group_id, member_index, group.task, seed))
 
     def _settle(self, attempt_id: int) -> tuple[OpenGroup, int] | None:
-        """Group and member of a running attempt, which ends; None: it had ended before. Raises for an id never given out."""
+        """Group and member of a running attempt, which ends (member -1: it had been let go); None: it had ended before.
+
+        Raises for an id never given out.
+        """
         group = self._running.pop(attempt_id, None)
         if group is None:
             if not 0 <= attempt_id < self._next_attempt:
                 raise SchedulerBug(f"attempt {attempt_id} was never launched (the last one is {self._next_attempt - 1})")
             return None
+        group.running -= 1
+        if attempt_id in self._detached:
+            self._detached.discard(attempt_id)
+            group.detached -= 1
+            return group, -1
         index = group.slots.index(attempt_id)
         group.slots[index] = -1
-        group.running -= 1
         return group, index
+
+    def _let_go(self, group: OpenGroup, member_index: int, out: list[ev.Instruction]) -> None:
+        """Cancel one attempt; whatever still comes of it is only counted."""
+        attempt_id = group.slots[member_index]
+        group.slots[member_index] = -1
+        group.detached += 1
+        self._detached.add(attempt_id)
+        out.append(ev.CancelMember(attempt_id=attempt_id))
+
+    def _close(self, group: OpenGroup, out: list[ev.Instruction]) -> None:
+        """No member is waited for any more: cancel those under way, and its loop."""
+        group.closed = True
+        if group.running > group.detached:
+            for index, attempt_id in enumerate(group.slots):
+                if attempt_id >= 0:
+                    self._let_go(group, index, out)
+        if group.has_loop:
+            group.has_loop = False
+            out.append(ev.CancelLoop(group_id=group.group_id))
 
     def _member_finished(self, event: ev.MemberFinished, now: float, out: list[ev.Instruction]) -> None:
         rollout = event.rollout
@@ -431,6 +757,11 @@ class Scheduler:
             self.ledger.late_results += 1
             return
         index = rollout.member_index
+        tokens = rollout.sampled_tokens
+        if attempt_id in self._detached:
+            self._settle(attempt_id)
+            self._count_cancelled(group, tokens, now, out)
+            return
         if (
             rollout.group_id != group.group_id
             or rollout.task_id != group.task.task_id
@@ -442,43 +773,48 @@ class Scheduler:
                 f"task {group.task.task_id!r}, but its rollout says group {rollout.group_id}, member {rollout.member_index}, "
                 f"task {rollout.task_id!r}: members of a group share one task\n" + group.tell()
             )
-        tokens = rollout.sampled_tokens
-        is_cancelled = group.outcome is not None
-        if rollout.failure is not None and not is_cancelled:
+        if rollout.failure is not None:
             self._note(group, rollout.failure, out)
-        verdict = None if is_cancelled else self._judge_member(group, rollout)
+        verdict = self._judge_member(group, rollout)
         del self._running[attempt_id]
         group.slots[index] = -1
         group.running -= 1
         group.tokens += tokens
-        if is_cancelled:
-            self.ledger.attempt_ended("cancelled", tokens)
-            self._record_if_settled(group, now, out)
-        elif verdict is None:
+        if verdict is None:
             group.delivered[index] = rollout
             group.counted[index] = rollout.finish_reason != "length" or self.config.truncated != "mask"
             group.missing -= 1
             group.open_tokens += tokens
             group.story.append((now, "delivered", index))
             self.ledger.member_opened(tokens)
-            if not group.missing:
+            if group.has_loop:
+                out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=_MEMBER_KEPT))
+            elif group.disqualified is not None and self._drops_early(group, now, out):
+                return
+            elif not group.missing:
                 self._judge(group, now, out)
-        else:
-            self.ledger.attempt_ended("rejected", tokens, verdict.reason)
-            group.rejections[index] += 1
-            group.story.append((now, f"rejected ({verdict.reason})", index))
-            if self.config.truncated == "drop_group" and verdict.reason == "truncated":
-                self._drop(group, verdict, now, out)
-            else:
-                self._replace(group, index, verdict.reason, now, out)
+            return
+        self.ledger.attempt_ended("rejected", tokens, verdict.reason)
+        group.rejections[index] += 1
+        group.had_fault = group.had_fault or (rollout.failure is not None and rollout.failure.cause == "infrastructure")
+        group.story.append((now, f"rejected ({verdict.reason})", index))
+        if group.has_loop:
+            out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=verdict))
+        self._replace(group, index, verdict.reason, now, out)
 
     def _judge_member(self, group: OpenGroup, rollout: Rollout) -> Verdict | None:
         """A drop, or None when the member stays."""
         if rollout.reward is None or not math.isfinite(rollout.reward):
+            if self.config.on_member_failure == "judge":
+                return None
             reason = rollout.failure.reason if rollout.failure is not None else "reward_missing"
             return Verdict.dropped(reason, "invalid", "scheduler")
         if rollout.finish_reason == "length" and self.config.truncated in ("invalid", "drop_group"):
-            return Verdict.dropped("truncated", "invalid", "scheduler")
+            verdict = Verdict.dropped("truncated", "invalid", "scheduler")
+            if self.config.truncated == "invalid":
+                return verdict
+            if group.disqualified is None:
+                group.disqualified = verdict
         response_filter = self.filters[group.task.domain].response
         if response_filter is None:
             return None
@@ -488,31 +824,53 @@ class Scheduler:
             raise FilterError(f"the response filter of domain {group.task.domain!r} failed: {error}\n{group.tell()}") from error
         return None if verdict.keep else verdict
 
+    def _drops_early(self, group: OpenGroup, now: float, out: list[ev.Instruction]) -> bool:
+        """A member has made the group worthless: stop it now, unless a filter that nobody can foresee follows or the guard keeps it."""
+        verdict = group.disqualified
+        assert verdict is not None
+        assert verdict.category is not None
+        if not group.missing or self.filters[group.task.domain].query.is_opaque:
+            return False
+        if self.guard is not None:
+            if group.guard_ticket is not None:
+                return False  # it was asked when the first such member came
+            group.guard_ticket = self.guard.count()
+            if not self.guard.may_drop(verdict.category):
+                return False
+            self.guard.filter_counted(group.guard_ticket, verdict.category)
+        self._judged += 1
+        self._tally.judged += 1
+        self._drop(group, verdict, now, out)
+        return True
+
     def _member_failed(self, event: ev.MemberFailed, now: float, out: list[ev.Instruction]) -> None:
         settled = self._settle(event.attempt_id)
         if settled is None:
             self.ledger.late_results += 1
             return
         group, index = settled
-        group.tokens += event.sampled_tokens
-        if group.outcome is not None:
-            self.ledger.attempt_ended("cancelled", event.sampled_tokens)
-            self._record_if_settled(group, now, out)
+        if index < 0:
+            self._count_cancelled(group, event.sampled_tokens, now, out)
             return
+        group.tokens += event.sampled_tokens
         failure: Failure = event.failure
         self._note(group, failure, out)
         self.ledger.attempt_ended("failed", event.sampled_tokens, failure.reason)
+        group.had_fault = group.had_fault or failure.cause == "infrastructure"
         group.story.append((now, f"failed ({failure.reason})", index))
         self._replace(group, index, failure.reason, now, out)
 
     def _member_cancelled(self, event: ev.MemberCancelled, now: float, out: list[ev.Instruction]) -> None:
         group = self._running.get(event.attempt_id)
-        if group is not None and group.outcome is None:
+        if group is not None and event.attempt_id not in self._detached:
             raise SchedulerBug(f"attempt {event.attempt_id} was cancelled without a CancelMember\n{group.tell()}")
         if self._settle(event.attempt_id) is None or group is None:
             return  # it finished while the cancel was on its way, and was settled then
-        group.tokens += event.sampled_tokens
-        self.ledger.attempt_ended("cancelled", event.sampled_tokens)
+        self._count_cancelled(group, event.sampled_tokens, now, out)
+
+    def _count_cancelled(self, group: OpenGroup, tokens: int, now: float, out: list[ev.Instruction]) -> None:
+        group.tokens += tokens
+        self.ledger.attempt_ended("cancelled", tokens)
         self._record_if_settled(group, now, out)
 
     def _late_tokens(self, event: ev.LateTokens, now: float, out: list[ev.Instruction]) -> None:
@@ -520,112 +878,254 @@ class Scheduler:
             raise SchedulerBug(f"LateTokens for attempt {event.attempt_id}, which has not ended")
         self.ledger.tokens_came_late(event.sampled_tokens)
 
+    def _worker_lost(self, event: ev.WorkerLost, now: float, out: list[ev.Instruction]) -> None:
+        failure = Failure(cause="infrastructure", reason="worker_lost", detail=event.detail)
+        for attempt_id, tokens in event.attempts.items():
+            self._member_failed(ev.MemberFailed(attempt_id=attempt_id, failure=failure, sampled_tokens=tokens), now, out)
+
     def _replace(self, group: OpenGroup, member_index: int, reason: str, now: float, out: list[ev.Instruction]) -> None:
-        """A member did not deliver: try again within the rounds, else it is lost."""
-        if self._filling is not None:
-            self._filling.members[reason] = self._filling.members.get(reason, 0) + 1
-        if group.tries[member_index] < self.config.max_response_rounds:
+        """A member did not deliver: others under way may be enough; else try again within the rounds; else it is lost."""
+        self._tally.member_rejected(reason)
+        if self.config.has_user_loop or group.running - group.detached >= group.missing:
+            return
+        rounds = self.config.max_response_rounds
+        if group.tries[member_index] < rounds:
             self._launch(group, member_index, now, out)
             return
+        if self.config.redundancy:
+            for place, tries in enumerate(group.tries):
+                if tries < rounds and group.slots[place] < 0 and group.delivered[place] is None:
+                    self._launch(group, place, now, out)
+                    return
         group.lost += 1
         group.missing -= 1
         size = self.config.group_size
-        needed = size if self.config.min_members is None else self.config.min_members
-        if size - group.lost < needed:
-            evidence = {"rounds": float(self.config.max_response_rounds), "lost": float(group.lost)}
-            self._drop(group, Verdict.dropped("response_retries", "invalid", "scheduler", evidence), now, out)
+        if size - group.lost < self._needed_members:
+            evidence = {"rounds": float(rounds), "lost": float(group.lost)}
+            verdict = Verdict.dropped("response_retries", "invalid", "scheduler", evidence)
+            self._drop(group, verdict, now, out, is_lost=group.had_fault, is_failure=True)
         elif not group.missing:
             self._judge(group, now, out)
+
+    @property
+    def _needed_members(self) -> int:
+        return self.config.group_size if self.config.min_members is None else self.config.min_members
 
     # ------------------------------------------------------------ groups
 
     def _judge(self, open_group: OpenGroup, now: float, out: list[ev.Instruction]) -> None:
         """Every member has delivered or is lost for good: commit or drop."""
-        delivered = [(rollout, counted) for rollout, counted in zip(open_group.delivered, open_group.counted, strict=True) if rollout]
-        group = Group(
-            group_id=open_group.group_id,
-            task=open_group.task,
-            rollouts=tuple([rollout for rollout, _ in delivered]),
-            start_step=open_group.start_step,
-            round=open_group.round,
-            epoch=open_group.epoch,
-            counted=tuple([counted for _, counted in delivered]),
-        )
+        rollouts, counted = [], []
+        for rollout, is_counted in zip(open_group.delivered, open_group.counted, strict=True):
+            if rollout is not None:
+                rollouts.append(rollout)
+                counted.append(is_counted)
+        group = _group(open_group, tuple(rollouts), tuple(counted))
         try:
             verdict = self.filters[open_group.task.domain].query.judge(group)
         except Exception as error:
             raise FilterError(f"the query filter of domain {open_group.task.domain!r} failed: {error}\n{open_group.tell()}") from error
-        filling = self._filling
+        self._decide(open_group, group, verdict, now, out)
+
+    def _decide(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
+        """A whole group has its verdict; the guard may have another word."""
+        self._close(open_group, out)
+        self.prompts.judged(open_group.task.task_id)
         self._judged += 1
-        total = sum([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
-        if filling is not None:
-            filling.judged += 1
-            filling.reward_launched[0] += total
-            filling.reward_launched[1] += len(delivered)
-        if not verdict.keep:
-            if self._keeps_spares and verdict.category == "low_information":
-                self._put_aside(open_group, group, verdict, now, out)
-            else:
-                self._drop(open_group, verdict, now, out)
-            return
-        self._kept += 1
-        if filling is not None:
-            filling.kept += 1
-            filling.reward_kept[0] += total
-            filling.reward_kept[1] += len(delivered)
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        sums = Sums(sum(rewards), len(rewards), open_group.open_tokens, len(group.rollouts))
+        self._tally.group_judged(group.task.domain, sums)
+        guard = self.guard
+        if guard is not None:
+            was_asked = open_group.guard_ticket is not None
+            if open_group.guard_ticket is None:
+                open_group.guard_ticket = guard.count()
+            if open_group.disqualified is not None and verdict.keep and not was_asked:
+                verdict = open_group.disqualified
+            if not verdict.keep:
+                answer = self._guarded(open_group, group, verdict, now, out)
+                if answer is None:
+                    return
+                verdict = answer
+        elif open_group.disqualified is not None:
+            verdict = open_group.disqualified
+        if verdict.keep:
+            self._commit(open_group, group, sums, verdict, now, out)
+        elif self._keeps_spares and verdict.category == "low_information":
+            self._put_aside(open_group, group, verdict, now, out)
+        else:
+            self._drop(open_group, verdict, now, out)
+
+    def _guarded(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> Verdict | None:
+        """What the guard makes of a drop: the drop, a keep, or None when it has been acted on already."""
+        guard, ticket = self.guard, open_group.guard_ticket
+        assert guard is not None
+        assert ticket is not None
+        assert verdict.category is not None
+        is_trainable = any(
+            is_counted and rollout.reward is not None for is_counted, rollout in zip(group.counted, group.rollouts, strict=True)
+        )
+        if not is_trainable or guard.may_drop(verdict.category):
+            guard.filter_counted(ticket, verdict.category)
+            return verdict
+        if guard.policy == "wait":
+            open_group.story.append((now, f"held by the guard ({verdict.reason})", self.step))
+            self._held.append((open_group, group, verdict))
+            self._go_on(now, out)
+            return None
+        if guard.policy == "shrink":
+            self._tally.shrunk += 1
+            self._drop(open_group, verdict, now, out, is_replaced=False)
+            return None
+        if guard.policy == "raise":
+            self._drop(open_group, verdict, now, out, is_replaced=False, goes_on=False)
+            numbers = ", ".join(f"{name} {value:g}" for name, value in guard.metrics().items())
+            self._fail(
+                f"step {self.step}: expected filters to drop no more groups than guard.max_filter_ratio allows, but one more was to be "
+                f"dropped as {verdict.category}/{verdict.reason} ({numbers}). {self._tally.why(self._first_details)} - loosen the filter "
+                "that drops most, raise guard.max_filter_ratio, or set guard.policy to keep, wait or shrink",
+                out,
+            )
+            return None
+        return self._kept_by_guard(verdict)
+
+    def _kept_by_guard(self, verdict: Verdict) -> Verdict:
+        assert self.guard is not None
+        self._tally.guard_kept += 1
+        assert verdict.category is not None
+        return self.guard.keep_counted(verdict.category)
+
+    def _recheck_held(self, now: float, out: list[ev.Instruction]) -> None:
+        """More groups have been judged: the guard may now let go of groups that it held, the oldest first."""
+        guard = self.guard
+        while self._held and guard is not None:
+            open_group, _, verdict = self._held[0]
+            assert verdict.category is not None
+            assert open_group.guard_ticket is not None
+            if not guard.may_drop(verdict.category):
+                return
+            self._held.popleft()
+            guard.filter_counted(open_group.guard_ticket, verdict.category)
+            self._drop(open_group, verdict, now, out, goes_on=False)
+
+    def _release_held(self, now: float, out: list[ev.Instruction]) -> None:
+        """Nothing else can fill the batch: the oldest group that the guard holds is kept."""
+        open_group, group, verdict = self._held.popleft()
+        self._commit(open_group, group, Sums.of(group.rollouts), self._kept_by_guard(verdict), now, out)
+
+    def _commit(self, open_group: OpenGroup, group: Group, sums: Sums, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
+        for rollout, is_counted in zip(group.rollouts, group.counted, strict=True):
+            if is_counted and rollout.reward is None:  # survivors make the group: this one has no part in its statistics
+                counted = [is_counted and one.reward is not None for is_counted, one in zip(group.counted, group.rollouts, strict=True)]
+                group = replace(group, counted=tuple(counted))
+                break
         open_group.reason, open_group.source = verdict.reason, verdict.source
         open_group.evidence = dict(verdict.evidence)
+        if not self.buffer.commit(group):
+            self._expire(open_group, now, out, is_running=True)
+            self._go_on(now, out)
+            return
+        self._kept += 1
+        self._tally.group_kept(group.task.domain, sums)
         open_group.story.append((now, "committed", self.step))
-        self.buffer.commit(group)
+        if self._held:
+            self._recheck_held(now, out)
         self._go_on(now, out)
 
     @property
     def _keeps_spares(self) -> bool:
-        return self.config.on_exhausted == "keep_low_information" and self.config.fill == "refill" and self._filling is not None
+        return self.config.on_exhausted == "keep_low_information" and self.config.fill == "refill" and self._wanted is not None
 
     def _put_aside(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """Dropped for low information, but held until the batch is full: it may be needed to top it up. The latest ones are held."""
-        filling = self._filling
-        assert filling is not None
         self.buffer.abort(open_group.group_id, verdict)
         open_group.story.append((now, f"dropped ({verdict.reason}), held in reserve", self.step))
         self._spare.append((open_group, group, verdict))
-        if len(self._spare) > filling.wanted:
+        if len(self._spare) > self._requested:
             oldest, _, its_verdict = self._spare.popleft()
             self._leave(oldest, "dropped", its_verdict, now, out)
         self._owe_replacement(open_group, verdict, out)
         self._go_on(now, out)
 
-    def _drop(self, group: OpenGroup, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
-        """The group leaves by verdict; by setting a group of the next round takes its place."""
+    def _drop(
+        self,
+        group: OpenGroup,
+        verdict: Verdict,
+        now: float,
+        out: list[ev.Instruction],
+        *,
+        is_lost: bool = False,
+        is_failure: bool = False,
+        is_replaced: bool = True,
+        goes_on: bool = True,
+    ) -> None:
+        """The group leaves by verdict; by setting a group of the next round takes its place.
+
+        is_lost: nothing judged it, since machinery broke; its prompt may come back. is_failure: it counts towards quarantine.
+        """
         self.buffer.abort(group.group_id, verdict)
         group.story.append((now, f"dropped ({verdict.reason})", self.step))
         self._leave(group, "dropped", verdict, now, out)
-        self._owe_replacement(group, verdict, out)
-        self._go_on(now, out)
+        if is_failure and self.prompts.lost(group.task, group.epoch, verdict.reason):
+            message = (
+                f"task {group.task.task_id!r} (domain {group.task.domain!r}) is in quarantine: {self.config.quarantine_after} of its groups"
+            )
+            out.append(
+                ev.Warn(key="quarantine", message=f"{message} in a row were lost, the last one as {verdict.reason} - it is not drawn again")
+            )
+        elif is_lost and self.prompts.may_come_back(group.task, group.epoch):
+            self.prompts.later.append((group.task, group.epoch))
+        if is_replaced:
+            self._owe_replacement(group, verdict, out)
+        else:
+            self._tally.group_dropped(str(verdict.category), verdict.reason)
+            if self._wanted is not None:
+                self._wanted -= 1
+                self.buffer.close_batch(1)
+        if goes_on:
+            if self._held:
+                self._recheck_held(now, out)
+            self._go_on(now, out)
 
     def _owe_replacement(self, group: OpenGroup, verdict: Verdict, out: list[ev.Instruction]) -> None:
-        filling = self._filling
-        if filling is None:
+        tally, wanted = self._tally, self._requested
+        tally.group_dropped(str(verdict.category), verdict.reason)
+        if self._wanted is None and not self.config.is_async:
             return
-        key = (str(verdict.category), verdict.reason)
-        filling.reasons[key] = filling.reasons.get(key, 0) + 1
-        filling.dropped += 1
         if self.config.fill == "refill" and group.round < self.config.max_resample_rounds:
-            filling.owed.append(group.round + 1)
-        if not filling.kept and filling.dropped == NOTHING_KEPT_BATCHES * filling.wanted:
+            self._owe(group, group.round + 1)
+        if self._wanted is not None and not tally.kept and tally.dropped == NOTHING_KEPT_BATCHES * wanted:
             message = (
-                f"step {self.step}: {filling.dropped} groups were dropped for this batch and none has been kept so far. "
-                f"{self._why(filling)} - {self._advice(filling, policy='go on')}"
+                f"step {self.step}: {tally.dropped} groups were dropped for this batch and none has been kept so far. "
+                f"{tally.why(self._first_details)} - {tally.advice('go on', self._first_details)}"
             )
             out.append(ev.Warn(key="nothing_kept", message=message))
+
+    def _owe(self, group: OpenGroup, round_number: int) -> None:
+        """A group has left: another one may take its place."""
+        self.slots.owed.appendleft(group.slot._replace(round=round_number))
 
     def _abandon(self, group: OpenGroup, outcome: str, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A running group is stopped before it was judged; its task goes back to the source."""
         self.buffer.abort(group.group_id, verdict)
         group.story.append((now, f"abandoned ({verdict.reason})", self.step))
-        out.append(ev.ReturnTask(task=group.task, epoch=group.epoch))
-        self._tasks_ended = False
+        self._return(group.task, group.epoch, out)
+        self._leave(group, outcome, verdict, now, out)
+
+    def _expire(self, group: OpenGroup, now: float, out: list[ev.Instruction], *, is_running: bool = False) -> None:
+        """A group has become too old. Its place is owed again; is_running: in the next round, since no step bounds this."""
+        self._tally.group_dropped("expired", "stale")
+        self._give_up(group, "expired", STALE, now, out)
+        if self.config.fill == "refill" and (self._wanted is not None or self.config.is_async):
+            round_number = group.round + is_running
+            if round_number <= self.config.max_resample_rounds:
+                self._owe(group, round_number)
+
+    def _give_up(self, group: OpenGroup, outcome: str, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
+        """A group that the buffer has let go leaves; its prompt comes back once."""
+        group.story.append((now, f"{outcome} ({verdict.reason})", self.step))
+        if self.prompts.may_come_back(group.task, group.epoch):
+            self._return(group.task, group.epoch, out)
         self._leave(group, outcome, verdict, now, out)
 
     def _leave(self, group: OpenGroup, outcome: str, verdict: Verdict | None, now: float, out: list[ev.Instruction]) -> None:
@@ -636,8 +1136,8 @@ class Scheduler:
             group.reason, group.source = verdict.reason, verdict.source
             group.category = verdict.category if outcome == "dropped" else None
             group.evidence = dict(verdict.evidence)
-        if group.running:
-            out.extend([ev.CancelMember(attempt_id=attempt_id) for attempt_id in group.slots if attempt_id >= 0])
+        if not group.closed:
+            self._close(group, out)
         open_members = len(group.delivered) - group.delivered.count(None)
         if open_members:
             self.ledger.members_left("discarded" if outcome == "cancelled" else outcome, open_members, group.open_tokens)
@@ -648,32 +1148,103 @@ class Scheduler:
         if group.running or group.outcome is None:
             return
         del self._groups[group.group_id]
-        versions = [rollout.policy_version for rollout in group.delivered if rollout is not None]
-        out.append(
-            ev.RecordGroup(
-                record=ev.GroupRecord(
-                    group_id=group.group_id,
-                    task_id=group.task.task_id,
-                    domain=group.task.domain,
-                    epoch=group.epoch,
-                    round=group.round,
-                    start_step=group.start_step,
-                    end_step=group.end_step,
-                    outcome=group.outcome,
-                    reason=group.reason,
-                    category=group.category,
-                    source=group.source,
-                    attempts=group.attempts,
-                    sampled_tokens=group.tokens,
-                    seconds=now - group.started_at,
-                    policy_version=min(versions, default=-1),
-                    rewards=group.rewards,
-                    evidence=group.evidence,
-                )
-            )
-        )
+        out.append(ev.RecordGroup(record=group.record(now)))
 
-    # ------------------------------------------------------------ steps and the end
+    # ------------------------------------------------------------ user-defined loops
+
+    def _loop_attempt(self, event: ev.LoopAttempt, now: float, out: list[ev.Instruction]) -> None:
+        group, index = self._groups.get(event.group_id), event.member_index
+        if group is None or group.closed:
+            out.append(ev.AttemptRefused(group_id=event.group_id, member_index=index, reason="group_closed"))
+            return
+        if not group.has_loop:
+            raise SchedulerBug(f"LoopAttempt for a group that no loop owns\n{group.tell()}")
+        if not 0 <= index < len(group.slots):
+            raise LoopError(f"expected a member_index from 0 to {len(group.slots) - 1}, got {index}\n{group.tell()}")
+        if group.slots[index] >= 0:
+            raise LoopError(f"member {index} is being generated - wait for it, or start another member\n{group.tell()}")
+        if group.tries[index] >= self.config.max_response_rounds:
+            out.append(ev.AttemptRefused(group_id=event.group_id, member_index=index, reason="response_retries"))
+            return
+        earlier = group.delivered[index]
+        if earlier is not None:  # the loop does not want what it got
+            self._take_out(group, index, "loop_rejected", now)
+        self._launch(group, index, now, out)
+
+    def _take_out(self, group: OpenGroup, index: int, reason: str, now: float) -> None:
+        """A delivered member leaves its group."""
+        rollout = group.delivered[index]
+        assert rollout is not None
+        tokens = rollout.sampled_tokens
+        group.delivered[index] = None
+        group.missing += 1
+        group.open_tokens -= tokens
+        group.rejections[index] += 1
+        group.story.append((now, f"rejected ({reason})", index))
+        self.ledger.members_left("rejected", 1, tokens)
+        self.ledger.member_rejected(reason)
+        self._tally.member_rejected(reason)
+
+    def _group_returned(self, event: ev.GroupReturned, now: float, out: list[ev.Instruction]) -> None:
+        group = self._groups.get(event.group_id)
+        if group is None or group.closed:
+            self.ledger.late_results += 1
+            return
+        if not group.has_loop:
+            raise SchedulerBug(f"GroupReturned for a group that no loop owns\n{group.tell()}")
+        group.has_loop = False
+        if event.rollouts is None:
+            verdict = Verdict.dropped(event.reason or "loop_returned_none", "invalid", "loop")
+            self._drop(group, verdict, now, out, is_lost=group.had_fault, is_failure=True)
+            return
+        self._check_returned(group, event.rollouts)
+        returned = {rollout.member_index: rollout for rollout in event.rollouts}
+        for index, rollout in enumerate(group.delivered):
+            if rollout is not None and index not in returned:
+                self._take_out(group, index, "loop_left_out", now)
+        size, count = self.config.group_size, len(returned)
+        if not (count == size or (self._needed_members <= count and self.config.max_additional_running_prompts)):
+            evidence = {"returned": float(count), "expected": float(size)}
+            if ("", "response_count") not in self._first_details:
+                self._first_details["", "response_count"] = f"a loop returned {count} rollouts where {size} were expected"
+                message = f"a rollout loop returned {count} rollouts where {size} were expected (group {group.group_id}) - return them all"
+                advice = "or None to give the group up; with is_use_additional_prompts any number from min_members on is a group"
+                out.append(ev.Warn(key="response_count", message=f"{message}, {advice}"))
+            verdict = Verdict.dropped("response_count", "invalid", "loop", evidence)
+            self._drop(group, verdict, now, out, is_failure=True)
+            return
+        for index, rollout in returned.items():
+            group.delivered[index] = rollout
+            group.counted[index] = rollout.finish_reason != "length" or self.config.truncated != "mask"
+        if event.judged is None:
+            self._judge(group, now, out)
+            return
+        members = [index for index, rollout in enumerate(group.delivered) if rollout is not None]
+        whole = _group(group, tuple([returned[index] for index in members]), tuple([group.counted[index] for index in members]))
+        self._decide(group, whole, event.judged, now, out)
+
+    def _check_returned(self, group: OpenGroup, rollouts: Iterable[Rollout]) -> None:
+        """Raise `LoopError` unless these are members that were delivered, each once."""
+        seen: set[int] = set()
+        for rollout in rollouts:
+            index = rollout.member_index
+            known = group.delivered[index] if 0 <= index < len(group.delivered) else None
+            is_ours = known is not None and known.attempt_id == rollout.attempt_id and rollout.group_id == group.group_id
+            if not is_ours or rollout.task_id != group.task.task_id or index in seen:
+                raise LoopError(
+                    f"a rollout loop must return rollouts of its own group {group.group_id}, each member once, as its context delivered "
+                    f"them; got attempt {rollout.attempt_id} of group {rollout.group_id}, member {index}, task {rollout.task_id!r}\n"
+                    + group.tell()
+                )
+            assert known is not None
+            if rollout.sampled_tokens != known.sampled_tokens:
+                raise LoopError(
+                    f"a rollout loop may change rewards, not what was sampled: member {index} of group {group.group_id} had "
+                    f"{known.sampled_tokens} sampled tokens, got {rollout.sampled_tokens}\n{group.tell()}"
+                )
+            seen.add(index)
+
+    # ------------------------------------------------------------ steps, weights, time and the end
 
     def _step_advanced(self, event: ev.StepAdvanced, now: float, out: list[ev.Instruction]) -> None:
         if event.step <= self.step:
@@ -682,48 +1253,111 @@ class Scheduler:
             self._leave(group, "trained", None, now, out)
         self._delivered = []
         self.step = event.step
+        self.buffer.step_to(event.step)
         self.ledger.trained_usefully(event.useful_groups, event.useful_tokens)
+        if self.config.is_async or self.buffer.committed:
+            self._collect_garbage(now, out)
+            self._go_on(now, out)
+
+    def _collect_garbage(self, now: float, out: list[ev.Instruction]) -> None:
+        running, committed = self.buffer.gc()
+        for group_id in running:
+            self._expire_judged_too(self._groups[group_id], now, out)
+        for group in committed:
+            self._expire(self._groups[group.group_id], now, out)
+
+    def _expire_judged_too(self, group: OpenGroup, now: float, out: list[ev.Instruction]) -> None:
+        if group.closed:  # the guard holds it
+            self._held = deque([entry for entry in self._held if entry[0] is not group])
+        self._expire(group, now, out)
+
+    def _weights_updated(self, event: ev.WeightsUpdated, now: float, out: list[ev.Instruction]) -> None:
+        if self.version is not None and event.version < self.version:
+            raise SchedulerBug(f"WeightsUpdated({event.version}): versions only go forward, the engine was at {self.version}")
+        self.version = event.version
+        if self.config.on_weight_update == "restart":
+            for attempt_id in event.generating:
+                self._restart(attempt_id, now, out)
+        self._go_on(now, out)
+
+    def _restart(self, attempt_id: int, now: float, out: list[ev.Instruction]) -> None:
+        """A member begins anew under the new weights: no round is used up, its seed stays, what it had sampled is counted as cancelled."""
+        group = self._running.get(attempt_id)
+        if group is None or attempt_id in self._detached or group.has_loop:
+            return
+        index = group.slots.index(attempt_id)
+        group.story.append((now, "restarted by new weights", index))
+        self._let_go(group, index, out)
+        group.tries[index] -= 1
+        self._launch(group, index, now, out)
+
+    def _clock_tick(self, event: ev.ClockTick, now: float, out: list[ev.Instruction]) -> None:
+        self._wake_at = math.inf
+        while self._deadlines:
+            due, group_id = self._deadlines[0]
+            group = self._groups.get(group_id)
+            if group is not None and not group.closed:
+                if due > now:
+                    break
+                self._deadlines.popleft()
+                evidence = {"group_timeout_s": float(self.config.group_timeout_s or 0.0), "missing": float(group.missing)}
+                self._drop(
+                    group, Verdict.dropped("group_timeout", "invalid", "scheduler", evidence), now, out, is_lost=True, is_failure=True
+                )
+            else:
+                self._deadlines.popleft()
+        stall = self.config.stall_warning_s
+        if stall is not None and self._wanted is not None and not self._is_stall_told and now - self._progress_at >= stall:
+            self._is_stall_told = True
+            message = (
+                f"step {self.step}: no group has come or gone for {now - self._progress_at:.0f} s. Waiting for {self.waiting_for(now)}"
+            )
+            out.append(ev.Warn(key="stall", message=f"{message} - see `sluice status`, or set resampling.group_timeout_s"))
+        self._arm(out)
+
+    def _arm(self, out: list[ev.Instruction]) -> None:
+        """Ask to be woken at the next deadline."""
+        when = self._deadlines[0][0] if self._deadlines else math.inf
+        if self.config.stall_warning_s is not None and self._wanted is not None and not self._is_stall_told:
+            when = min(when, self._progress_at + self.config.stall_warning_s)
+        if when < self._wake_at:
+            self._wake_at = when
+            out.append(ev.WakeAt(when=when))
 
     def _shutdown(self, event: ev.Shutdown, now: float, out: list[ev.Instruction]) -> None:
         self._stopped = True
-        if self._filling is not None:
-            self._close_filling(self._filling)
+        self._wanted = None
+        self.slots.forget()
         for open_group, _, verdict in self._spare:
             self._leave(open_group, "dropped", verdict, now, out)
         self._spare.clear()
+        for open_group, _, _ in self._held:
+            self.buffer.abort(open_group.group_id, HELD_BY_GUARD)
+            self._leave(open_group, "discarded", HELD_BY_GUARD, now, out)
+        self._held.clear()
         self._delivered = []
         self.buffer.take_all()
         for group in list(self._groups.values()):
             if group.outcome is not None:
                 continue  # on its way out already
-            if group.missing:
-                self._abandon(group, "cancelled", SHUTDOWN, now, out)
-            else:
+            if group.closed:
                 self._leave(group, "discarded", SHUTDOWN, now, out)
+            else:
+                self._abandon(group, "cancelled", SHUTDOWN, now, out)
+        self._return_later(out)
 
-    # ------------------------------------------------------------ metrics
 
-    def _batch_metrics(self, filling: _Filling, batch: Batch) -> dict[str, float]:
-        out = {
-            "scheduler/collect_query_count": float(len(batch.groups)),
-            "scheduler/query_use_count": float(filling.launched),
-            "scheduler/query_filter_count": float(filling.dropped),
-            "scheduler/response_filter_count": float(sum(filling.members.values())),
-            "scheduler/off_policy_ratio": sum([self.step - group.policy_version for group in batch.groups]) / max(1, len(batch.groups)),
-            "scheduler/empty_batches": float(filling.empty_tries),
-            "scheduler/topped_up_count": float(filling.topped_up),
-            "scheduler/resample_rounds": float(max((g.round for g in batch.groups), default=0)),
-        }
-        if filling.judged:
-            out["scheduler/acceptance_rate"] = filling.kept / filling.judged
-        for name, (total, number) in (("launched", filling.reward_launched), ("kept", filling.reward_kept)):
-            if number:
-                out[f"reward/{name}_mean"] = total / number
-        for (category, reason), count in filling.reasons.items():
-            out[f"batch/rejected/{category}/{reason}"] = float(count)
-        for reason, count in filling.members.items():
-            out[f"batch/rejected_members/{reason}"] = float(count)
-        return out
+def _group(open_group: OpenGroup, rollouts: tuple[Rollout, ...], counted: tuple[bool, ...]) -> Group:
+    return Group(
+        group_id=open_group.group_id,
+        task=open_group.task,
+        rollouts=rollouts,
+        start_step=open_group.start_step,
+        round=open_group.round,
+        epoch=open_group.epoch,
+        counted=counted,
+    )
 
 
 _DRAW: Final = ev.DrawTask()
+_MEMBER_KEPT: Final = Verdict.kept("scheduler")

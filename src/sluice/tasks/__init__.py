@@ -12,6 +12,7 @@ dataset_filter.py which rows `dataset_filter` lets through
 build.py          `build_tasks`: all of the above, in order
 report.py         where every row went
 task_list.py      `TaskList`: epochs, order, put-back, state
+domain_tasks.py   `DomainTasks`: one task list for each domain, drawn from by domain
 
 Another source: a file with a class that has `problems()` and `rows()`, its line in sources.py, and its name and keys in sluice.config
 (`TaskSourceConfig.type`, and the table of keys in checks.py).
@@ -22,10 +23,12 @@ from __future__ import annotations
 from sluice.tasks.base import TaskSource, Tokenizer
 from sluice.tasks.build import LoadedTasks, build_tasks
 from sluice.tasks.checks import check_task_settings, task_problems
+from sluice.tasks.domain_tasks import DomainTasks
 from sluice.tasks.report import LoadReport, SourceReport
 from sluice.tasks.task_list import TaskList
 
 __all__ = [
+    "DomainTasks",
     "LoadReport",
     "LoadedTasks",
     "SourceReport",

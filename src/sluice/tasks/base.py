@@ -67,8 +67,18 @@ class Source(Protocol):
 class TaskSource(Protocol):
     """What the scheduler draws from."""
 
-    def draw(self) -> tuple[Task, int] | None:
-        """The next task and the epoch it is drawn in; None when nothing is left."""
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, in the order of the data."""
+
+    def __len__(self) -> int:
+        """Tasks of one epoch."""
+
+    def draw(self, domain: str | None = None) -> tuple[Task, int] | None:
+        """The next task (of a domain, or whatever comes next) and the epoch it is drawn in; None when nothing (of it) is left.
+
+        Raises `TaskError` for a domain that cannot be asked for.
+        """
 
     def put_back(self, task_id: str, epoch: int) -> None:
         """Give back a drawn prompt that was not used: it is drawn once more, before new ones."""
@@ -77,7 +87,10 @@ class TaskSource(Protocol):
         """The position, as plain data; `outstanding` (task_id, epoch) are drawn prompts that a resumed run must draw again."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position."""
+        """Continue from a saved position. Raises `TaskError` that says what differs, and then changes nothing."""
+
+    def fingerprint(self) -> str:
+        """Digest of the data: the same for the same data only."""
 
 
 class Tokenizer(Protocol):

@@ -1,10 +1,10 @@
 """Builds the tasks of a run: reads every source, filters, labels, writes and tokenises prompts, and accounts for every row.
 
 A row meets these questions in turn, and the first that turns it away is counted (report.REASONS): the dataset filter, its domain (a label
-that leads to no domain stops the run), its prompt (one that is no text stops the run), its answer, its length, for
-validation whether it is a training prompt, and at last `num_samples` or `max_items`. Validation data meet no dataset filter; a held-out
-prompt that is empty, too long or without the answer that its verifier needs cannot be evaluated and is left out with a warning, never
-silently.
+that leads to no domain stops the run), whether that has a share in `domain_interleave_probs`, its prompt (one that is no text stops the
+run), its answer, its length, for validation whether it is a training prompt, and at last `num_samples` or `max_items`. Validation data
+meet no dataset filter and need no share; a held-out prompt that is empty, too long or without the answer that its verifier needs cannot be
+evaluated and is left out with a warning, never silently.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Final
+from typing import Any, Final
 
 from sluice.config.models import RlvrConfig, TaskSourceConfig, VerifierConfig
 from sluice.config.problems import suggestion, told
 from sluice.errors import ConfigError, TaskError
-from sluice.tasks.base import MISSING, Row, Tokenizer, listed
+from sluice.tasks.base import MISSING, Row, TaskSource, Tokenizer, listed
 from sluice.tasks.checks import check_task_settings
 from sluice.tasks.dataset_filter import DatasetFilter
+from sluice.tasks.domain_tasks import DomainTasks
 from sluice.tasks.labels import Labels
 from sluice.tasks.reasoning_gym import shared_rows
 from sluice.tasks.report import REASONS, LoadReport, SourceReport
@@ -34,13 +35,14 @@ VERIFIERS_THAT_COMPARE: Final = frozenset({"exact", "numeric", "math_verify"})
 """Built-in verifiers that always compare with `Task.answer`: they cannot score a row without one."""
 
 _TOKENIZED_AT_ONCE: Final = 1024  # prompts in one call of the tokenizer: fast tokenizers gain nothing from more
+_NOT_ASKED: Final = ""  # stands for the domain of rows that were dropped whatever theirs is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTasks:
     """What a run samples from and is evaluated on."""
 
-    train: TaskList
+    train: TaskSource  # `DomainTasks` where `domain_interleave_probs` is set, else a `TaskList`
     validation: tuple[Task, ...]  # empty when none is configured
     report: LoadReport
 
@@ -67,10 +69,18 @@ class _Tally:
     rows: int = 0
     candidates: list[_Candidate] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
+    drops: Counter[tuple[str, str]] = field(default_factory=Counter)  # (reason, domain) -> rows
     duplicates: int = 0
-    lengths: list[int] = field(default_factory=list)  # tokens of every prompt that was tokenised
+    lengths: list[tuple[int, str]] = field(default_factory=list)  # (tokens, domain) of every prompt that was tokenised
     unknown_tokens: int = 0  # kept prompts with a token for what the vocabulary lacks
+
+    def dropped(self, domain: str | None = None) -> Counter[str]:
+        """Reason -> rows, of one domain or of all."""
+        counts: Counter[str] = Counter()
+        for (reason, its_domain), rows in self.drops.items():
+            if domain in (None, its_domain):
+                counts[reason] += rows
+        return counts
 
 
 def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
@@ -91,6 +101,8 @@ def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
         _make_tasks(tally, config, writer, tokenizer, limit=room)
         room = None if room is None else room - len(tally.tasks)
     _require_tasks(train, config, "to train on")
+    for domain in config.domain_interleave_probs or ():
+        _require_domain(train, config, domain)
 
     for tally in validation:
         _make_tasks(tally, config, writer, tokenizer, limit=None)
@@ -105,12 +117,7 @@ def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
     for part in (train, validation):
         _count_duplicates(part)
     return LoadedTasks(
-        train=TaskList(
-            [task for tally in train for task in tally.tasks],
-            seed=config.seed,
-            epochs=config.tasks.epochs,
-            shuffle=config.tasks.shuffle,
-        ),
+        train=_task_source([task for tally in train for task in tally.tasks], config),
         validation=tuple(task for tally in validation for task in tally.tasks),
         report=LoadReport(
             sources=tuple(_report(tally) for tally in (*train, *validation)),
@@ -119,9 +126,17 @@ def build_tasks(config: RlvrConfig, tokenizer: Tokenizer) -> LoadedTasks:
     )
 
 
+def _task_source(tasks: Sequence[Task], config: RlvrConfig) -> TaskSource:
+    settings: dict[str, Any] = {"seed": config.seed, "epochs": config.tasks.epochs, "shuffle": config.tasks.shuffle}
+    if config.domain_interleave_probs is None:
+        return TaskList(tasks, **settings)
+    return DomainTasks(tasks, config.domain_interleave_probs, **settings)
+
+
 def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, labels: Labels, writer: PromptWriter) -> list[_Tally]:
     """Read every source of one part; what is left are candidates with their domain and answer."""
     dataset_filter = DatasetFilter(config.dataset_filter) if part == "train" else None
+    shares = config.domain_interleave_probs if part == "train" else None
     comparing = {domain for domain, reward in config.rewards.items() if _compares(reward.verifier)}
     tallies = []
     for index, (settings, prefix) in enumerate(zip(sources, id_prefixes(part, sources), strict=True)):
@@ -134,18 +149,21 @@ def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, l
             has_answers = has_answers or row.answer is not MISSING
             reason = None if dataset_filter is None else dataset_filter.reason_to_drop(row, tally.name)
             if reason is not None:
-                tally.dropped[reason] += 1
+                tally.drops[reason, _NOT_ASKED] += 1
                 continue
             label = labels.find(row, place, settings.domain)
             if label is None:
                 continue
             domain, tag = label
+            if shares is not None and domain not in shares:
+                tally.drops["no_share", domain] += 1
+                continue
             if not writer.has_prompt(row, prompt_field=settings.prompt_field):
-                tally.dropped["empty_prompt"] += 1
+                tally.drops["empty_prompt", domain] += 1
                 continue
             answer = _answer(row, settings.answer_field, is_compared=domain in comparing)
             if answer is None and domain in comparing:
-                tally.dropped["missing_answer"] += 1
+                tally.drops["missing_answer", domain] += 1
             else:
                 tally.candidates.append(_Candidate(row=row, domain=domain, tag=tag, answer=answer))
         if row is None:
@@ -193,22 +211,22 @@ def _make_tasks(tally: _Tally, config: RlvrConfig, writer: PromptWriter, tokeniz
     unknown = tokenizer.unk_token_id
     for start in range(0, len(candidates), _TOKENIZED_AT_ONCE):
         if limit is not None and len(tally.tasks) >= limit:
-            tally.dropped["num_samples"] += len(candidates) - start
+            tally.drops.update(("num_samples", candidate.domain) for candidate in candidates[start:])
             return
         batch = candidates[start : start + _TOKENIZED_AT_ONCE]
         texts = [writer.write(candidate.row, prompt_field=tally.settings.prompt_field) for candidate in batch]
         written = [(candidate, text) for candidate, text in zip(batch, texts, strict=True) if text]
-        tally.dropped["empty_prompt"] += len(batch) - len(written)
+        tally.drops.update(("empty_prompt", candidate.domain) for candidate, text in zip(batch, texts, strict=True) if not text)
         all_ids = writer.tokenize([text for _, text in written], [candidate.row for candidate, _ in written])
         for (candidate, text), ids in zip(written, all_ids, strict=True):
             if len(ids) == 0:
-                tally.dropped["empty_prompt"] += 1
+                tally.drops["empty_prompt", candidate.domain] += 1
                 continue
-            tally.lengths.append(len(ids))
+            tally.lengths.append((len(ids), candidate.domain))
             if len(ids) > config.prompt_length:
-                tally.dropped["prompt_too_long"] += 1
+                tally.drops["prompt_too_long", candidate.domain] += 1
             elif limit is not None and len(tally.tasks) >= limit:
-                tally.dropped["num_samples"] += 1
+                tally.drops["num_samples", candidate.domain] += 1
             else:
                 tally.unknown_tokens += unknown is not None and bool((ids == unknown).any())
                 tally.tasks.append(
@@ -229,7 +247,7 @@ def _drop_known(tallies: Sequence[_Tally], prompts: set[str]) -> None:
     """Leave out tasks whose prompt is among `prompts`, in whatever domain."""
     for tally in tallies:
         unseen = [task for task in tally.tasks if task.prompt not in prompts]
-        tally.dropped["in_train"] += len(tally.tasks) - len(unseen)
+        tally.drops["in_train", _NOT_ASKED] += len(tally.tasks) - len(unseen)
         tally.tasks = unseen
 
 
@@ -238,7 +256,7 @@ def _keep_some_of_each(tallies: Sequence[_Tally], limit: int) -> None:
     turns = sorted((position, index) for index, tally in enumerate(tallies) for position in range(len(tally.tasks)))
     shares = Counter(index for _, index in turns[:limit])
     for index, tally in enumerate(tallies):
-        tally.dropped["max_items"] += len(tally.tasks) - shares[index]
+        tally.drops["max_items", _NOT_ASKED] += len(tally.tasks) - shares[index]
         tally.tasks = tally.tasks[: shares[index]]
 
 
@@ -255,24 +273,42 @@ def _require_tasks(tallies: Sequence[_Tally], config: RlvrConfig, purpose: str, 
     """Raise `TaskError` when nothing is left: how many rows were read, and where each went."""
     if any(tally.tasks for tally in tallies):
         return
-    dropped: Counter[str] = Counter()
-    for tally in tallies:
-        dropped.update(tally.dropped)
-    shortest = min((length for tally in tallies for length in tally.lengths), default=0)
-    story = dict(REASONS)
-    story["prompt_too_long"] = (
-        f"more than prompt_length {config.prompt_length} tokens, the shortest has {shortest} - raise prompt_length to at least that"
-    )
-    stories = [f"{dropped[reason]} {reason} ({story[reason]})" for reason in REASONS if dropped[reason]]
     raise TaskError(
         ". ".join(
             (
                 f"tasks.{tallies[0].part}: expected at least one prompt {purpose}, but of {sum(tally.rows for tally in tallies)} rows "
-                f"({listed(tally.name for tally in tallies)}) none is left: {'; '.join(stories)}",
+                f"({listed(tally.name for tally in tallies)}) none is left: {_drop_stories(tallies, config)}",
                 *hints,
             )
         )
     )
+
+
+def _require_domain(tallies: Sequence[_Tally], config: RlvrConfig, domain: str) -> None:
+    """Raise `TaskError` when nothing is left of a domain that has a share in the batch: where its rows went."""
+    if any(task.domain == domain for tally in tallies for task in tally.tasks):
+        return
+    sources = listed(tally.name for tally in tallies)
+    rows = sum(tally.dropped(domain).total() for tally in tallies)
+    own = f"of its {rows} rows ({sources}) none is left: {_drop_stories(tallies, config, domain)}"
+    others = _drop_stories(tallies, config, _NOT_ASKED)
+    raise TaskError(
+        f"domain_interleave_probs.{domain}: expected at least one prompt of this domain to train on, but "
+        + (own if rows else f"no row of tasks.train ({sources}) has its label")
+        + (f". Rows dropped before their label was read: {others}" if others else "")
+        + " - correct the data or what drops them, or take the share of this domain away"
+    )
+
+
+def _drop_stories(tallies: Sequence[_Tally], config: RlvrConfig, domain: str | None = None) -> str:
+    """Where rows went, of one domain or of all: each reason with its count and what it means."""
+    dropped: Counter[str] = sum((tally.dropped(domain) for tally in tallies), Counter())
+    shortest = min((length for tally in tallies for length, its_domain in tally.lengths if domain in (None, its_domain)), default=0)
+    story = dict(REASONS)
+    story["prompt_too_long"] = (
+        f"more than prompt_length {config.prompt_length} tokens, the shortest has {shortest} - raise prompt_length to at least that"
+    )
+    return "; ".join(f"{dropped[reason]} {reason} ({story[reason]})" for reason in REASONS if dropped[reason])
 
 
 def _overlaps(config: RlvrConfig) -> tuple[str, ...]:
@@ -295,16 +331,20 @@ def _warnings(
 ) -> Iterator[str]:
     present = {task.domain for tally in train for task in tally.tasks}
     for domain, reward in config.rewards.items():
-        if domain not in present:
+        left_out = sum(tally.drops["no_share", domain] for tally in train)
+        if left_out:
+            yield f"rewards.{domain}: {left_out} training rows are left out, since domain_interleave_probs gives this domain no share"
+        elif domain not in present:
             yield f"rewards.{domain}: no training prompt belongs to this domain - check the labels in the data and its tag_included"
         for tag in reward.tag_included:
             if tag not in labels.seen:
                 yield f"rewards.{domain}.tag_included: no row is labelled '{tag}'"
     for tally in validation:
-        left_out = {reason: tally.dropped[reason] for reason in ("missing_answer", "empty_prompt", "prompt_too_long")}
-        if any(left_out.values()):
-            counts = ", ".join(f"{count} {reason} ({REASONS[reason]})" for reason, count in left_out.items() if count)
-            yield f"{tally.key} ({tally.name}): {sum(left_out.values())} of {tally.rows} held-out rows are not evaluated: {counts}"
+        dropped = tally.dropped()
+        unusable = {reason: dropped[reason] for reason in ("missing_answer", "empty_prompt", "prompt_too_long")}
+        if any(unusable.values()):
+            counts = ", ".join(f"{count} {reason} ({REASONS[reason]})" for reason, count in unusable.items() if count)
+            yield f"{tally.key} ({tally.name}): {sum(unusable.values())} of {tally.rows} held-out rows are not evaluated: {counts}"
     for tally in (*train, *validation):
         if tally.unknown_tokens:
             yield (
@@ -316,15 +356,16 @@ def _warnings(
 
 
 def _report(tally: _Tally) -> SourceReport:
+    dropped = tally.dropped()
     return SourceReport(
         part=tally.part,
         key=tally.key,
         source=tally.name,
         rows=tally.rows,
         kept=len(tally.tasks),
-        dropped={reason: tally.dropped[reason] for reason in REASONS if tally.dropped[reason]},
+        dropped={reason: dropped[reason] for reason in REASONS if dropped[reason]},
         domains=dict(Counter(task.domain for task in tally.tasks)),
         duplicates=tally.duplicates,
-        shortest_prompt=min(tally.lengths, default=None),
-        longest_prompt=max(tally.lengths, default=None),
+        shortest_prompt=min((length for length, _ in tally.lengths), default=None),
+        longest_prompt=max((length for length, _ in tally.lengths), default=None),
     )

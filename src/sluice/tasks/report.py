@@ -13,6 +13,7 @@ REASONS: Final[Mapping[str, str]] = {
     "source": "their source is not in dataset_filter.source",
     "no_difficulty": "no number in field 'difficulty', which dataset_filter bounds",
     "difficulty": "difficulty outside the bounds of dataset_filter",
+    "no_share": "their domain has no share in domain_interleave_probs",
     "empty_prompt": "the prompt is empty",
     "missing_answer": "no answer, which the verifier of their domain needs",
     "prompt_too_long": "more tokens than prompt_length",

@@ -8,7 +8,9 @@ trained = drawn - dropped holds per epoch. Draws and put-backs are the only chan
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 import numpy as np
@@ -27,8 +29,13 @@ class TaskList:
     Raises `TaskError` when there is no task, when a task_id comes twice, and when `epochs` is below 1.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, epochs: int | None = None, shuffle: bool = True) -> None:
-        """`epochs`: passes over the data, None without limit. `shuffle: False` keeps the order of the data in every epoch."""
+    def __init__(
+        self, tasks: Sequence[Task], *, seed: int, epochs: int | None = None, shuffle: bool = True, domain: str | None = None
+    ) -> None:
+        """`epochs`: passes over the data, None without limit. `shuffle: False` keeps the order of the data in every epoch.
+
+        `domain`: whose tasks these are, where several lists share a seed: each then has orders of its own.
+        """
         self._tasks = tuple(tasks)
         self._index_of = {task.task_id: index for index, task in enumerate(self._tasks)}
         if not self._tasks:
@@ -41,11 +48,12 @@ class TaskList:
         self._seed = seed
         self._epochs = epochs
         self._shuffle = shuffle
-        self._epoch = 0
-        self._position = 0  # tasks of this epoch drawn so far, put-back ones apart
-        self._order = self._order_of(0)
-        self._put_back: dict[tuple[int, int], None] = {}  # (epoch, task index), first in first out
+        # Seed, epoch and domain are words of one seed: run 1's second epoch is not run 2's first, and no domain has another's order.
+        self._own_words = () if domain is None else tuple(hashlib.blake2b(domain.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        # (epoch, task index), first in first out; a plain dict slows down the more often its first key is taken
+        self._put_back: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._fingerprint: str | None = None
+        self._begin(0)
 
     def __len__(self) -> int:
         """Tasks of one epoch."""
@@ -66,21 +74,22 @@ class TaskList:
         """Tasks of this epoch drawn so far."""
         return self._position
 
-    def draw(self) -> tuple[Task, int] | None:
+    def draw(self, domain: str | None = None) -> tuple[Task, int] | None:
         """The next task and its epoch (from 0): put-back ones first, in the order in which they came back.
 
-        None after the last epoch, and from then on, unless something is put back.
+        None after the last epoch, and from then on, unless something is put back. Raises `TaskError` when a domain is asked for: the list
+        does not look ahead for one, and whatever comes next would upset the shares of the domains unseen.
         """
+        if domain is not None:
+            raise TaskError(f"a task list draws whatever comes next, but a task of domain {domain!r} was asked for - use DomainTasks")
         if self._put_back:
-            epoch, returned = next(iter(self._put_back))
-            del self._put_back[epoch, returned]
+            (epoch, returned), _ = self._put_back.popitem(last=False)
             return self._tasks[returned], epoch
-        if self._position == len(self._tasks):
-            if self._epochs is not None and self._epoch + 1 >= self._epochs:
-                return None
-            self._epoch += 1
-            self._position = 0
-            self._order = self._order_of(self._epoch)
+        epoch = self._epoch + (self._position == len(self._tasks))  # that the next new prompt belongs to
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        if epoch > self._epoch:
+            self._begin(epoch)
         index = self._order[self._position]
         self._position += 1
         return self._tasks[index], self._epoch
@@ -120,6 +129,11 @@ class TaskList:
 
         Raises `TaskError` that says what differs, and then changes nothing.
         """
+        if "domains" in state:
+            raise TaskError(
+                f"the saved state of the tasks holds one list for each domain, but this run draws from one list of all "
+                f"{len(self._tasks)} tasks - resume with domain_interleave_probs of the saved run"
+            )
         own = {
             "version": (_STATE_VERSION, "it was saved by another version of Sluice"),
             "tasks": (len(self._tasks), "the data have changed: resume with the data of the saved run"),
@@ -137,14 +151,15 @@ class TaskList:
         epoch, position = _count(state, "epoch"), _count(state, "position")
         if position > len(self._tasks):
             raise TaskError(f"the saved state of the tasks must have a position up to {len(self._tasks)}, got {position}")
-        before = self._epoch, self._position, self._order, self._put_back
-        self._epoch, self._position, self._order, self._put_back = epoch, position, self._order_of(epoch), {}
+        loaded = copy(self)
+        loaded._begin(epoch, position)
+        loaded._put_back = OrderedDict()
         try:
             for returned in _pairs(state.get("put_back")):
-                self.put_back(*returned)
+                loaded.put_back(*returned)
         except TaskError as error:
-            self._epoch, self._position, self._order, self._put_back = before
             raise TaskError(f"the saved state of the tasks has a faulty put_back: {error}") from error
+        vars(self).update(vars(loaded))  # all at once, now that nothing can be wrong any more
 
     def fingerprint(self) -> str:
         """Digest of all task_ids, domains, prompts and answers in their order: the same for the same data only."""
@@ -160,11 +175,15 @@ class TaskList:
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
-    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Task indices in the order of one epoch. Seed and epoch are two words of one seed: run 1's second epoch is not run 2's first."""
-        if not self._shuffle:
-            return np.arange(len(self._tasks), dtype=np.int64)
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._tasks))
+    def _begin(self, epoch: int, position: int = 0) -> None:
+        """Stand in an epoch, after `position` of its tasks."""
+        count = len(self._tasks)
+        self._epoch = epoch
+        self._position = position  # tasks of this epoch drawn so far, put-back ones apart
+        self._order: npt.NDArray[np.int64] = (  # task indices as they are drawn in this epoch
+            np.random.default_rng([self._seed, epoch, *self._own_words]).permutation(count) if self._shuffle else np.arange(count)
+        )
+        self._places: npt.NDArray[np.int64] | None = None  # its inverse: where in the order a task stands; made when something comes back
 
     def _drawn(self, task_id: str, epoch: int) -> tuple[int, int]:
         """(epoch, task index) of a prompt that has been drawn in that epoch, else `TaskError`."""
@@ -173,9 +192,15 @@ class TaskList:
             raise TaskError(f"task {task_id!r} is not in this task list of {len(self._tasks)} tasks")
         if epoch < 0 or epoch > self._epoch:
             raise TaskError(f"task {task_id!r} cannot come back to epoch {epoch}: the task list is in epoch {self._epoch}")
-        if epoch == self._epoch and not bool((self._order[: self._position] == index).any()):
+        if epoch == self._epoch and self._place(index) >= self._position:
             raise TaskError(f"task {task_id!r} has not been drawn in epoch {epoch}, so that it cannot be put back")
         return epoch, index
+
+    def _place(self, index: int) -> int:
+        if self._places is None:
+            self._places = np.empty_like(self._order)
+            self._places[self._order] = np.arange(len(self._order))
+        return int(self._places[index])
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:

@@ -1,6 +1,6 @@
 """Makes optimiser steps out of whole batches, and hands the new weights on. TRL's GRPOTrainer is the trainer: loss and optimiser are its.
 
-- base.py: the two doors, `BatchSource` (where batches come from) and `Publisher` (who samples with the weights)
+- base.py: the two doors, `BatchSource` (where batches come from) and `Publisher` (who samples with the weights), and who is told of steps
 - assemble.py: groups to samples, advantages, padded rows (numpy)
 - trl.py: `SluiceGRPOTrainer` and `build_trainer`
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sluice.trainer.assemble import advantages_for, batch_metrics, collate, samples_from_batch
-from sluice.trainer.base import BatchSource, OnStep, Publisher
+from sluice.trainer.base import BatchSource, OnSave, OnStep, Publisher
 
 if TYPE_CHECKING:
     from sluice.trainer.trl import SluiceGRPOTrainer, build_trainer
 
 __all__ = [
     "BatchSource",
+    "OnSave",
     "OnStep",
     "Publisher",
     "SluiceGRPOTrainer",

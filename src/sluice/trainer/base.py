@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from sluice.types import Batch
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called in the training thread after each optimiser step, its weights published: the step reached and the metrics of that step."""
+
+OnSave = Callable[[int, Path], None]
+"""Called in the training thread when the checkpoint of a step has been written, `OnStep` of that step called: the step and the folder."""
 
 
 class BatchSource(Protocol):

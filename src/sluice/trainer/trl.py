@@ -4,12 +4,16 @@ One optimiser step is one batch, whatever its size: the batch is cut into micro 
 loss is weighted so that the sum is the loss of the whole batch. So nothing has to be padded to a fixed number of rows, and nothing is
 dropped. Sources: TRL's `GRPOTrainer` (arXiv 2402.03300), loss types as in its `GRPOConfig.loss_type`.
 
-Surprising, and found by trial: TRL's `completion_mask` is also what attention sees, so loss masks go into `tool_mask` alone.
+Surprising, and found by trial: TRL's `completion_mask` is also what attention sees, so loss masks go into `tool_mask` alone. On resume,
+transformers and peft pass over missing files and weights in silence, and begin with the learning rate of the old schedule: each is looked
+after here. The placeholder data set is never read, so resuming skips nothing in it and costs no random number.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 import threading
 import time
 import warnings
@@ -23,7 +27,8 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback, TrainerState
 from transformers.cache_utils import DynamicCache
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging as transformers_logging
@@ -34,13 +39,19 @@ from trl.trainer.utils import use_adapter
 from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig
 from sluice.errors import ConfigError, TrainerError
 from sluice.generation.tokenizer import load_tokenizer
-from sluice.trainer.assemble import Advantages, advantages_for, batch_metrics, collate, samples_from_batch
-from sluice.trainer.base import BatchSource, OnStep, Publisher
+from sluice.trainer.assemble import Advantages, StaleTokens, advantages_for, batch_metrics, collate, samples_from_batch
+from sluice.trainer.base import BatchSource, OnSave, OnStep, Publisher
 from sluice.types import Batch, Sample
 
 PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
 
-_NO_SAMPLE = "There seems not to be a single sample in your epoch_iterator"  # how transformers says that an epoch began without a batch
+TRAINER_STATE = "trainer_state.json"
+RESUMED_FROM = (TRAINER_STATE, "optimizer.pt", "scheduler.pt", "rng_state.pth")  # beside the weights; without them it is another run
+
+_ADVICE = (
+    "There seems not to be a single sample in your epoch_iterator",  # an epoch began without a batch
+    "The following arguments do not match the ones in the `trainer_state.json`",  # the settings of now hold
+)
 
 _Tensors = dict[str, Any]
 
@@ -49,15 +60,21 @@ class SluiceGRPOTrainer(GRPOTrainer):
     """GRPOTrainer that generates nothing: it asks a `BatchSource`, trains on exactly what it gets, and publishes.
 
     `train()` runs in the main thread; it ends after `max_steps`, when the source answers None, or after the step in which `stop` is set.
+    Where checkpoints are wanted, each of these ends writes one.
 
     Args:
         source: asked once per optimiser step.
         publisher: gets the weights when training begins and after every step, before `on_step` is called.
         on_step: gets the step reached and its metrics.
         stop: ends training after the current step.
+        on_save: gets the step and the folder of a checkpoint that has just been written, after `on_step` of that step. What it raises
+            ends the run. Older checkpoints stay; only what already lies under the name of a new one is replaced.
         advantage: how rewards become advantages.
         micro_batch_size: most rows in one forward and backward pass; it does not change the loss.
-        logprob_tolerance: largest |trainer - inference log-prob| of a policy token; None records it only.
+        logprob_tolerance: largest |trainer - inference log-prob| of a token that was sampled by the very weights which its step begins
+            with; None records it only. What older weights sampled must differ, and is recorded apart.
+        is_synchronous: no token of older weights can be in a batch, so the tolerance holds for all of them, whatever version they claim.
+        stale_tokens: see `samples_from_batch`.
         own_old_logprobs: compute the log-probs at step start in a forward pass of their own, without dropout. Otherwise those of the
             training forward are taken, which are the same numbers as long as nothing in it is random: a batch is used for one update.
         torch_threads: threads of the training thread; None leaves torch's choice.
@@ -74,9 +91,12 @@ class SluiceGRPOTrainer(GRPOTrainer):
         publisher: Publisher,
         on_step: OnStep,
         stop: threading.Event,
+        on_save: OnSave | None = None,
         advantage: AdvantageConfig,
         micro_batch_size: int,
         logprob_tolerance: float | None,
+        is_synchronous: bool = True,
+        stale_tokens: StaleTokens = "train",
         own_old_logprobs: bool = False,
         torch_threads: int | None = None,
         **trl: Any,
@@ -88,9 +108,12 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._publisher = publisher
         self._on_step = on_step
         self._stop = stop
+        self._on_save = on_save
         self._advantage = advantage
         self._micro_batch_size = micro_batch_size
         self._logprob_tolerance = logprob_tolerance
+        self._is_synchronous = is_synchronous
+        self._stale_tokens = stale_tokens
         self._own_old_logprobs = own_old_logprobs
         self._torch_threads = torch_threads
         self._shares_prompts = _can_share_prompts(self._model()) and not self.aux_loss_enabled
@@ -99,28 +122,37 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._micro_batch_tokens: list[int] = []  # loss tokens of each micro batch of the current step
         self._logprobs: torch.Tensor | None = None  # [B, C] of the last training forward
         self._is_last = False  # whether the current batch is the last one
+        self._saved_step = 0  # of the newest checkpoint; 0: there is none
         self._stepped_at = 0.0  # when the last backward pass of the step ended
         self.remove_callback(PrinterCallback)  # it prints every step's metrics; ours go to `on_step`
         self.add_callback(_PublishAndStop(self))
 
     # ---------------------------------------------------------------- life
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | None = None) -> Any:  # type: ignore[override]  # the rest has no use here
         """Train until the steps are done, the data end or `stop` is set.
+
+        With a checkpoint of step S, weights, optimiser, schedule and random state are what they were after step S. The weights are
+        published as version S, and the first batch asked for is that of step S + 1; with `max_steps` <= S none is. How the learning rate
+        goes on is decided by the schedule and `max_steps` of now.
+
+        Args:
+            resume_from_checkpoint: a folder as `on_save` gets it.
 
         Raises:
             TrainerError: log-probs of trainer and engine disagree, a loss or gradient is not finite, a batch is malformed, a checkpoint
-                could not be written, or the data ended before the first step.
+                could not be written or read, or the data ended before the first step.
         """
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
-        before = self.state.global_step
-        with _without_advice_on_iterators():
-            result = super().train(*args, **kwargs)
-        if self.state.global_step == before and not self._stop.is_set():
+        folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._saved_step = 0 if folder is None else _step_of(folder)
+        with _without_advice():
+            result = super().train(resume_from_checkpoint=None if folder is None else str(folder))
+        if self.state.global_step == 0 and not self._stop.is_set():
             raise TrainerError(
-                f"expected at least one batch, got none: the source ended at step {before} before the first update, so nothing was "
-                "trained - check that the data set is not empty and what the filters reject"
+                "expected at least one batch, got none: the source ended before the first update, so nothing was trained - check that the "
+                "data set is not empty and what the filters reject"
             )
         return result
 
@@ -182,15 +214,19 @@ class SluiceGRPOTrainer(GRPOTrainer):
     def _micro_batches(self, batch: Batch) -> list[_Tensors]:
         """The rows of one batch that train, in micro batches, with everything that TRL's loss reads."""
         with self._timed("assemble"):
-            samples = samples_from_batch(batch)
+            samples = samples_from_batch(batch, stale_tokens=self._stale_tokens)
             advantages = advantages_for(samples, self._advantage)
-            self._step_metrics = batch_metrics(samples, advantages)
+            self._step_metrics = batch_metrics(batch, samples, advantages)
             micro_batches = [self._tensors(rows, advantages[rows], samples) for rows in self._micro_batch_rows(samples)]
             rows = sum(int((m["tool_mask"].sum(1) > 0).sum()) for m in micro_batches)
             self._micro_batch_tokens = [int(m["tool_mask"].sum()) for m in micro_batches]
             tokens = sum(self._micro_batch_tokens)
+            on_policy = sum(int((self._of_this_version(m) & m["tool_mask"].bool()).sum()) for m in micro_batches)
+            if tokens:
+                self._step_metrics["actor/on_policy_token_share"] = on_policy / tokens
             for micro_batch in micro_batches:
                 micro_batch["num_items_in_batch"] = torch.tensor(tokens, device=self.accelerator.device)
+                micro_batch["on_policy_tokens"] = on_policy
                 micro_batch["loss_share"] = _loss_share(self.loss_type, micro_batch["tool_mask"], rows=rows, tokens=tokens)
             self._step_metrics |= {"actor/rows": float(rows), "actor/micro_batches": float(len(micro_batches))}
         if self._own_old_logprobs:
@@ -317,17 +353,29 @@ class SluiceGRPOTrainer(GRPOTrainer):
                 fused_lm_head=True,
             )
 
+    def _of_this_version(self, tensors: _Tensors) -> torch.Tensor:
+        """Which tokens the weights of now sampled, among those that the policy sampled. [B, C]"""
+        return torch.eq(tensors["token_versions"], self.state.global_step)
+
     def _compare_with_inference(self, logprobs: torch.Tensor, tensors: _Tensors) -> None:
-        """Record the largest and mean distance between trainer and engine on policy tokens; raise above the tolerance."""
-        mask = tensors["tool_mask"].bool()
-        inference = tensors["sampling_per_token_logps"]
-        gap = torch.where(mask, (logprobs.float() - inference).abs(), 0.0)
-        worst, metrics = gap.max().item(), self._step_metrics
-        metrics["actor/logprob_gap_max"] = float(np.fmax(metrics.get("actor/logprob_gap_max", 0.0), worst))
-        mean = gap.sum().item() / int(tensors["num_items_in_batch"])
-        metrics["actor/logprob_gap_mean"] = metrics.get("actor/logprob_gap_mean", 0.0) + mean
-        if self._logprob_tolerance is not None and not worst <= self._logprob_tolerance:
-            raise TrainerError(_describe_gap(logprobs, tensors, gap, tolerance=self._logprob_tolerance, step=self.state.global_step))
+        """Record the largest and mean distance between trainer and engine on policy tokens, those of older weights apart.
+
+        Raises above the tolerance where the two must agree; what older weights sampled only has to be a number.
+        """
+        mask, current = tensors["tool_mask"].bool(), self._of_this_version(tensors)
+        gap = torch.where(mask, (logprobs.float() - tensors["sampling_per_token_logps"]).abs(), 0.0)
+        tokens, on_policy, metrics = int(tensors["num_items_in_batch"]), int(tensors["on_policy_tokens"]), self._step_metrics
+        for name, chosen, count in (("logprob_gap", current, on_policy), ("off_policy_logprob_gap", ~current, tokens - on_policy)):
+            if count:
+                part = torch.where(chosen, gap, 0.0)
+                metrics[f"actor/{name}_max"] = float(np.fmax(metrics.get(f"actor/{name}_max", 0.0), part.max().item()))
+                metrics[f"actor/{name}_mean"] = metrics.get(f"actor/{name}_mean", 0.0) + part.sum().item() / count
+        if self._logprob_tolerance is None:
+            return
+        limit = torch.where(current | self._is_synchronous, self._logprob_tolerance, torch.finfo(gap.dtype).max)
+        excess = torch.where(gap <= limit, 0.0, gap)  # a gap that is no number is within no limit
+        if excess.any():
+            raise TrainerError(_describe_gap(logprobs, tensors, excess, tolerance=self._logprob_tolerance, step=self.state.global_step))
 
     # ---------------------------------------------------------------- what is told
 
@@ -360,17 +408,56 @@ class SluiceGRPOTrainer(GRPOTrainer):
     def _end_here(self) -> None:
         """Tell the training loop to end, and to write the checkpoint of this step first where checkpoints are wanted."""
         self.control.should_training_stop = True
-        step = self.state.global_step
-        is_saved = (Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}").exists()
-        self.control.should_save = self.args.save_strategy != SaveStrategy.NO and step > 0 and not is_saved
+        self.control.should_save = self.args.save_strategy != SaveStrategy.NO and self.state.global_step > self._saved_step
 
     def publish(self) -> None:
         """Give the current weights to the publisher, under the number of steps that made them."""
         self._publisher.publish(self.policy_state(), self.state.global_step)
 
+    # ---------------------------------------------------------------- checkpoints
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with _quiet(), _writing(Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"):
+        step = self.state.global_step
+        folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        with _quiet(), _writing(folder):
+            if folder.exists():  # of a run that was broken off: none of its files may pass for one of ours
+                shutil.rmtree(folder)
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
+        self._saved_step = step
+        if self._on_save is not None:
+            self._on_save(step, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        with _quiet(), _reading(folder):
+            _check_weights(folder, self.policy_state())
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Nothing: `_check_weights` has compared the names, and tied weights are missing by right."""
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        trained = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.save_steps = int(self.args.save_steps)  # a setting of now, not of the checkpoint
+        return trained
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        step = self.state.global_step
+        with _reading(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
+        schedule: Any = self.lr_scheduler
+        optimizer: Any = self.optimizer
+        if schedule.last_epoch != step:
+            raise _damaged(Path(checkpoint), f"{TRAINER_STATE} of step {step} beside a schedule of step {schedule.last_epoch}")
+        # the optimiser came back with the rate that the old max_steps gave this step
+        rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        with _reading(Path(checkpoint)):
+            super()._load_rng_state(checkpoint)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run folder says what the run was."""
@@ -409,19 +496,22 @@ def build_trainer(
     publisher: Publisher,
     on_step: OnStep,
     stop: threading.Event | None = None,
+    on_save: OnSave | None = None,
 ) -> SluiceGRPOTrainer:
     """The trainer that a configuration describes.
 
     The engine's model must not be copied from this trainer's (TRL rebinds its forward): build it from the same folder, before.
 
     Args:
-        config: everything under `trainer`, `model.lora`, `seed`, `response_length` and `engine.temperature` is used.
-        model_path: folder with model and tokenizer.
+        config: everything under `trainer` but `keep_checkpoints`, `model.lora`, `seed`, `response_length`, `engine.temperature` and
+            whatever says how old a trained group may be is used.
+        model_path: folder with the model that the run starts from, on resume too, and its tokenizer.
         output_dir: where checkpoints go, when `trainer.save_every_steps` is set.
         source: where batches come from.
         publisher: who samples with the weights.
         on_step: called after each step.
         stop: set it to end after the current step.
+        on_save: called after each checkpoint.
 
     Raises:
         ConfigError: the folder holds no loadable model or tokenizer, or LoRA does not fit it.
@@ -434,9 +524,12 @@ def build_trainer(
             publisher=publisher,
             on_step=on_step,
             stop=stop or threading.Event(),
+            on_save=on_save,
             advantage=settings.advantage,
             micro_batch_size=settings.micro_batch_size,
             logprob_tolerance=None if settings.bf16 else settings.logprob_tolerance,
+            is_synchronous=_is_synchronous(config),
+            stale_tokens=settings.stale_tokens,
             own_old_logprobs=config.model.lora is not None and config.model.lora.dropout > 0,
             torch_threads=settings.torch_threads,
             model=model,
@@ -490,7 +583,16 @@ def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
         eval_strategy="no",
         save_strategy="no" if settings.save_every_steps is None else "steps",
         save_steps=settings.save_every_steps or settings.max_steps,
+        save_total_limit=None,  # which checkpoints stay is decided elsewhere
     )
+
+
+def _is_synchronous(config: RlvrConfig) -> bool:
+    """Whether no group may be older than the step that trains it, in any domain."""
+    usual = config.resampling.max_staleness
+    if usual is None:
+        usual = math.ceil(config.async_generation_ratio)
+    return all((usual if domain.max_staleness is None else domain.max_staleness) == 0 for domain in config.rewards.values())
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -558,26 +660,37 @@ def _loss_share(loss_type: str, mask: torch.Tensor, *, rows: int, tokens: int) -
     return 1.0
 
 
-def _describe_gap(logprobs: torch.Tensor, tensors: _Tensors, gap: torch.Tensor, *, tolerance: float, step: int) -> str:
-    """What a person needs to find the fault behind log-probs that do not match."""
-    row, position = divmod(int(torch.nan_to_num(gap, nan=torch.inf).argmax()), gap.size(1))
+def _describe_gap(logprobs: torch.Tensor, tensors: _Tensors, excess: torch.Tensor, *, tolerance: float, step: int) -> str:
+    """What a person needs to find the fault behind log-probs that do not match. `excess` [B, C] is the gap where too large, else 0."""
+    row, position = divmod(int(torch.nan_to_num(excess, nan=torch.inf).argmax()), excess.size(1))
     sample: Sample = tensors["samples"][row]
     ours, theirs = logprobs[row].float().cpu().numpy(), sample.inference_logprobs
     length = len(theirs)
-    shifted = length > 2 and min(np.abs(ours[: length - 1] - theirs[1:]).max(), np.abs(ours[1:length] - theirs[:-1]).max()) <= tolerance
-    if shifted:
+    versions = np.full(length, sample.policy_version) if sample.token_versions is None else sample.token_versions
+    version = int(versions[position])
+    comparable = sample.loss_mask & (versions == step)
+    pairs = np.flatnonzero(comparable[:-1] & comparable[1:])  # where this token and the next should both agree
+    shifts = (np.abs(ours[pairs] - theirs[pairs + 1]), np.abs(ours[pairs + 1] - theirs[pairs]))
+    if len(pairs) > 1 and min(shift.max() for shift in shifts) <= tolerance:
         cause = "the two rows are shifted by one token against each other: a log-prob belongs to the token at its own place"
-    elif sample.policy_version != step:
+    elif not np.isfinite(theirs[position]):
+        cause = "the engine must report a finite log-prob for every token that it sampled"
+    elif version != step:
         cause = "the engine sampled with other weights: it must take each publish before it samples for the next batch"
+    elif sample.token_versions is not None:
+        cause = (
+            "other weights sampled the tokens before it: after a publish the engine must compute the whole context anew, and not go on "
+            "with what it had cached"
+        )
     else:
         cause = (
             "the engine must report full-vocabulary log-probs at engine.temperature, and copy every published weight into a model of its "
             "own; sampling that cuts the vocabulary, or other precision than float32, also does this"
         )
     return (
-        f"expected trainer and inference log-probs within {tolerance:g} of each other, got {gap[row, position].item():.6g} at step {step}, "
-        f"group {sample.group_id}, attempt {sample.attempt_id}, completion token {position} of {length}: trainer {ours[position]:.6f}, "
-        f"inference {theirs[position]:.6f}, sampled by version {sample.policy_version} - {cause}"
+        f"expected trainer and inference log-probs within {tolerance:g} of each other, got {excess[row, position].item():.6g} at step "
+        f"{step}, group {sample.group_id}, attempt {sample.attempt_id}, completion token {position} of {length}: trainer "
+        f"{ours[position]:.6f}, inference {theirs[position]:.6f}, sampled by version {version} - {cause}"
     )
 
 
@@ -597,19 +710,76 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _step_of(folder: Path) -> int:
+    """The step of a checkpoint that is whole, as far as names tell.
+
+    Raises:
+        TrainerError: it is not.
+    """
+    missing = [name for name in RESUMED_FROM if not (folder / name).is_file()]
+    if missing:
+        raise _damaged(folder, f"no {', no '.join(missing)}")
+    with _reading(folder):
+        step = TrainerState.load_from_json(str(folder / TRAINER_STATE)).global_step
+    if not isinstance(step, int) or step < 1:
+        raise _damaged(folder, f"{TRAINER_STATE} of step {step!r}")
+    return step
+
+
+def _check_weights(folder: Path, policy: dict[str, torch.Tensor]) -> None:
+    """Whether a checkpoint holds the tensors of this policy, all and no others: transformers and peft would pass over most differences.
+
+    Raises:
+        TrainerError: it does not.
+    """
+    shapes: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 - it is no dictionary
+    held = {tensor.data_ptr() for name, tensor in policy.items() if name in shapes}  # of tied weights one name is saved
+    is_adapter = all("lora_" in name for name in policy)  # peft saves an embedding layer beside one that adapts it
+    for found, names in (
+        ("no weights for", [name for name, tensor in policy.items() if name not in shapes and tensor.data_ptr() not in held]),
+        ("weights that the policy lacks:", [name for name in shapes.keys() - policy.keys() if "lora_" in name or not is_adapter]),
+        ("weights of another shape for", [name for name in shapes.keys() & policy.keys() if shapes[name] != list(policy[name].shape)]),
+    ):
+        if names:
+            raise _damaged(folder, f"{found} {', '.join(sorted(names)[:3])} ({len(names)} in all)")
+
+
+def _damaged(folder: Path, found: str) -> TrainerError:
+    return TrainerError(
+        f"expected in {folder} a whole checkpoint of this model, to resume from, got {found} - resume from another one, with the settings "
+        "that it was written with"
+    )
+
+
 @contextmanager
-def _without_advice_on_iterators() -> Iterator[None]:
-    """While training: not the one line in which transformers explains iterable data sets to whoever ends before the first batch."""
+def _reading(folder: Path) -> Iterator[None]:
+    """Every way in which a file can be damaged, as an error that names the folder: each library has a class of its own for it."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """While training: not what transformers advises whoever ends before the first batch, or resumes with other settings."""
 
     def is_other(record: logging.LogRecord) -> bool:
-        return _NO_SAMPLE not in record.getMessage()
+        return not any(advice in record.getMessage() for advice in _ADVICE)
 
-    logger = logging.getLogger("transformers.trainer")
-    logger.addFilter(is_other)
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
+    for logger in loggers:
+        logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(is_other)
+        for logger in loggers:
+            logger.removeFilter(is_other)
 
 
 @contextmanager

@@ -1,0 +1,274 @@
+"""One run under way: the loop with scorer and shell, the trainer, evaluations, checkpoints, and the closing of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sluice.config import RlvrConfig
+from sluice.errors import RewardError, TrainerError
+from sluice.execution import LocalShell, validate
+from sluice.filters import filters_state, load_filters_state
+from sluice.pipeline.build import Parts, build_scheduler
+from sluice.pipeline.display import Display
+from sluice.pipeline.feed import Feed
+from sluice.pipeline.loop_thread import LoopThread, Stopped
+from sluice.pipeline.resume import ResumePoint
+from sluice.records import ENGINE_TOKENS, MAX_STEPS, SCHEDULER, BatchRecord, Checkpoints, Journal, RunFolder, Sinks, build_sinks
+from sluice.rewards import Scorer, build_scorer
+
+if TYPE_CHECKING:
+    from sluice.trainer.trl import SluiceGRPOTrainer
+
+CLOSE_S: Final = 15.0  # most seconds for closing shell and workers at the end of a run
+STATUS_EVERY_S: Final = 1.0  # how old what `sluice status` shows may be
+
+OVERHEAD_SECONDS: Final = "overhead_seconds"
+"""Fact: seconds spent in machine, filters and ledger, and in handing records to the journal and writing them."""
+
+
+class Run:
+    """One run under way."""
+
+    def __init__(
+        self,
+        config: RlvrConfig,
+        parts: Parts,
+        folder: RunFolder,
+        journal: Journal,
+        display: Display,
+        stop: threading.Event,
+        resumed: ResumePoint | None,
+    ) -> None:
+        """resumed: where the run goes on; None: it is new."""
+        self.config = config
+        self.parts = parts
+        self.folder = folder
+        self.journal = journal
+        self.display = display
+        self.stop = stop
+        self.resumed = resumed
+        self.steps = 0 if resumed is None else resumed.step
+        self.sinks = Sinks(journal, build_sinks(folder, config.records, None if resumed is None else resumed.step), self.warn)
+        self.scheduler = build_scheduler(config, parts)
+        self.checkpoints = Checkpoints(folder.checkpoints, folder.identity, config.trainer.keep_checkpoints)
+        self.earlier_tokens = 0  # sampled by earlier processes
+        for text in parts.tasks.report.warnings:
+            self.warn(text)
+        for text in () if resumed is None else resumed.notes:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning, and write it down."""
+        self.display.message(text, "warning")
+        self.journal.event("warning", text)
+
+    def play(self) -> None:
+        """Evaluate, train, evaluate, save; account for everything on every way out."""
+        from sluice.trainer import build_trainer
+
+        started = time.monotonic()
+        with LoopThread(self.stop) as self.loop:
+            self.scorer, self.shell = self.loop.do(self._build_shell)
+            try:
+                self._restore()
+                self.loop.do(self._start_reporting)
+                self.feed = Feed(
+                    self.loop,
+                    self.shell,
+                    groups=self.config.rollout_batch_size,
+                    total_steps=self.config.trainer.max_steps,
+                    steps=self.steps,
+                )
+                self.display.phase("building the trainer")
+                trainer = build_trainer(
+                    self.config,
+                    model_path=self.config.model.path,
+                    output_dir=self.folder.checkpoints,
+                    source=self.feed,
+                    publisher=self.feed,
+                    on_step=self._step_done,
+                    on_save=self._save_state,
+                    stop=self.stop,
+                )
+                if not self.steps:
+                    self._validate(0)
+                if not self.stop.is_set():
+                    self._train(trainer)
+                if self.steps:
+                    self._validate(self.steps)
+            except BaseException as error:
+                for problem in self._close(time.monotonic() - started):
+                    error.add_note(f"and while closing: {type(problem).__name__}: {problem}")
+                raise
+            problems = self._close(time.monotonic() - started)
+            if problems:
+                raise problems[0]
+
+    def _train(self, trainer: SluiceGRPOTrainer) -> None:
+        """Train and save; also when a later batch could not be filled: what was learnt is kept."""
+        try:
+            trainer.train(None if self.resumed is None else self.resumed.folder)
+        except BaseException as error:
+            if self.steps:
+                try:
+                    trainer.save_policy(self.folder.model)
+                except TrainerError as second:
+                    error.add_note(f"and the trained model could not be saved: {second}")
+            raise
+        if self.steps:
+            self.display.phase("saving")
+            trainer.save_policy(self.folder.model)
+
+    def _build_shell(self) -> tuple[Scorer, LocalShell]:
+        scorer = build_scorer(self.config.rewards, self.config.reward_pool)
+        shell = LocalShell(
+            scheduler=self.scheduler,
+            source=self.parts.tasks.train,
+            engine=self.parts.engine,
+            scorer=scorer,
+            journal=self.journal,
+            decode=self.parts.decode,
+            response_length=self.config.response_length,
+            temperature=self.config.engine.temperature,
+            on_change=self._show_filling,
+            on_warning=lambda text: self.display.message(text, "warning"),  # the shell has written it down
+            user_loop=self.parts.user_loop,
+        )
+        return scorer, shell
+
+    def _restore(self) -> None:
+        """Bring machine, tasks and filters to where the checkpoint was taken."""
+        point = self.resumed
+        if point is None:
+            return
+        self.journal.fact(MAX_STEPS, self.config.trainer.max_steps)
+        if point.state is not None:
+            tasks = {task.task_id: task for task in self.parts.tasks.train.tasks}
+            shell_state = point.state["shell"]
+            self.loop.do(lambda: self.shell.load_state_dict(shell_state, tasks))
+            load_filters_state(self.parts.filters, point.state["filters"])
+        self.scheduler.ledger.tokens_were_lost(point.lost_tokens)
+        self.earlier_tokens = self.scheduler.ledger.total_tokens
+        if point.lost_tokens:
+            self.warn(f"{point.lost_tokens} tokens had been sampled after the checkpoint and are lost")
+
+    def _save_state(self, step: int, folder: Path) -> None:
+        """Complete the trainer's checkpoint with the state of everything else."""
+        shell = self.loop.do(self.shell.state_dict)
+        tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
+        state = {"shell": shell, "filters": filters_state(self.parts.filters), "engine_tokens": tokens}
+        self.journal.flush()
+        for text in self.checkpoints.write_state(step, state):
+            self.warn(text)
+
+    def _start_reporting(self) -> None:
+        self.reporting = asyncio.get_running_loop().create_task(self._report_status(), name="report status")
+
+    async def _report_status(self) -> None:
+        """Write down where everything stands, for `sluice status`. Consumes nothing, waits for the clock, ends when it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.journal.fact(SCHEDULER, {**self.scheduler.snapshot(loop.time()), "time": time.time()})
+            self.journal.fact(ENGINE_TOKENS, self.earlier_tokens + self.parts.engine.sampled_tokens("train"))
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def _show_filling(self) -> None:
+        filling = self.scheduler.filling
+        if filling is not None:
+            self.display.filling(*filling, self.scheduler.running_groups)
+
+    def _step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After every optimiser step, in the training thread, its weights published."""
+        batch = self.feed.batch
+        assert batch is not None
+        useful_groups, useful_tokens = int(metrics["batch/useful_groups"]), int(metrics["batch/useful_tokens"])
+        self.feed.step_done(step, useful_groups=useful_groups, useful_tokens=useful_tokens)
+        self.steps = step
+        self.journal.batch(
+            BatchRecord(
+                step=step,
+                requested=batch.requested,
+                group_ids=tuple(group.group_id for group in batch.groups),
+                tokens=sum(group.sampled_tokens for group in batch.groups),
+                useful_groups=useful_groups,
+                useful_tokens=useful_tokens,
+                fill_s=self.feed.fill_s,
+            )
+        )
+        reports = self.loop.do(lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.parts.engine.metrics()))
+        written = self.sinks.write(step, metrics, self.feed.filling, *reports, {"time/fill_seconds": self.feed.fill_s})
+        self._record_ledger(step)
+        self.display.step(step, written)
+        every = self.config.validation.every_steps
+        if every is not None and step % every == 0 and step < self.config.trainer.max_steps and not batch.is_last:
+            self._validate(step)
+
+    def _record_ledger(self, step: int) -> None:
+        tokens, attempts = self.loop.do(lambda: (dict(self.scheduler.ledger.tokens), dict(self.scheduler.ledger.attempts)))
+        self.journal.ledger(step, tokens, attempts)
+
+    def _validate(self, step: int) -> None:
+        tasks = self.parts.tasks.validation
+        if not tasks or self.stop.is_set():
+            return
+        settings = self.config.validation
+        self.display.phase("evaluating", 0, len(tasks) * settings.repeats)
+        try:
+            results = self.loop.call(
+                validate(
+                    tasks,
+                    engine=self.parts.engine,
+                    scorer=self.scorer,
+                    decode=self.parts.decode,
+                    response_length=self.config.response_length,
+                    temperature=settings.temperature,
+                    repeats=settings.repeats,
+                    seed=self.config.seed,
+                    on_result=lambda done, total: self.display.phase("evaluating", done, total),
+                )
+            )
+        except Stopped:
+            return
+        for domain, result in results.items():
+            for reason, count in result.unscored.items():
+                detail = result.details.get(reason, "")
+                self.warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
+        self.journal.validation(step, results)
+        self.display.validation(step, results)
+        self.sinks.write(step, {f"validation/{domain}/reward_mean": result.mean for domain, result in results.items()})
+
+    def _close(self, seconds: float) -> list[Exception]:
+        """Account for everything, whatever happened: each part is closed even if another one cannot be. Returns what went wrong."""
+        problems: list[Exception] = []
+        parts: tuple[Callable[[], Any], ...] = (
+            lambda: self.loop.do(lambda: self.reporting.cancel() if hasattr(self, "reporting") else None),
+            lambda: self.loop.run(self.shell.close(), CLOSE_S),
+            lambda: self.loop.run(self.scorer.close(), CLOSE_S),
+            lambda: self._account(seconds),
+            self.sinks.close,
+        )
+        for close in parts:
+            try:
+                close()
+            except TimeoutError:
+                problems.append(RewardError(f"sampling and scoring did not stop within {CLOSE_S:.0f} s - an inline verifier may be stuck"))
+            except Exception as error:  # noqa: BLE001 - the other parts are closed first, then it is raised
+                problems.append(error)
+        return problems
+
+    def _account(self, seconds: float) -> None:
+        self._record_ledger(self.steps)
+        ledger = self.scheduler.ledger
+        sampled = self.earlier_tokens + self.parts.engine.sampled_tokens("train")
+        self.journal.fact(ENGINE_TOKENS, sampled)
+        overhead = {"machine": self.shell.machine_seconds, "journal": self.shell.journal_seconds + self.journal.write_seconds}
+        self.journal.fact(OVERHEAD_SECONDS, {**overhead, "run": seconds})
+        if ledger.total_tokens != sampled:
+            text = f"the ledger accounts for {ledger.total_tokens} sampled tokens, the engine counted {sampled}: please report this"
+            self.journal.event("error", text)
+            self.display.message(text, "error")

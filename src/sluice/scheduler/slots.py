@@ -1,0 +1,117 @@
+"""Which groups may still be launched: slots, each with its ticket, its round and, in a mix, its domain.
+
+A ticket is a place in the order of the run: batch k of n groups has the tickets k*n to k*n + n - 1. The replacement of a dropped group has
+its ticket, one round later, and its domain. Where domains have shares, a ticket's domain is fixed: the shares hold in every batch as well
+as whole groups can hold them, and over many batches exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+
+class Slot(NamedTuple):
+    """A group that may be launched."""
+
+    ticket: int
+    round: int  # 1, or one more than that of the group it replaces
+    domain: str | None  # None: whatever the source gives
+
+
+class Mix:
+    """The domain of every ticket: always the one that is furthest behind its share. Ties go to the larger share, then by name."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        """shares: positive numbers by domain; what counts is their ratio."""
+        if not shares or not all(share > 0 for share in shares.values()):
+            raise ValueError(f"a mix needs a share above 0 for each of its domains, got {dict(shares)}")
+        total = sum(Fraction(share) for share in shares.values())
+        self._shares = {domain: Fraction(share) / total for domain, share in sorted(shares.items())}
+        self._credit = dict.fromkeys(self._shares, Fraction(0))  # share x tickets - tickets it got
+        self._first = 0  # ticket of the first entry below
+        self._domains: deque[str] = deque()
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """All domains, by name."""
+        return tuple(self._shares)
+
+    def domain_of(self, ticket: int) -> str:
+        """The domain of a ticket that has not been forgotten."""
+        while ticket >= self._first + len(self._domains):
+            for domain, share in self._shares.items():
+                self._credit[domain] += share
+            chosen = max(self._shares, key=lambda domain: (self._credit[domain], self._shares[domain]))
+            self._credit[chosen] -= 1
+            self._domains.append(chosen)
+        return self._domains[ticket - self._first]
+
+    def largest(self, among: set[str]) -> str:
+        """The domain with the largest share among these."""
+        return max(sorted(among), key=lambda domain: self._shares[domain])
+
+    def counts(self, first: int, end: int) -> Counter[str]:
+        """How many tickets of each domain lie in [first, end)."""
+        return Counter(self.domain_of(ticket) for ticket in range(first, end))
+
+    def forget_before(self, ticket: int) -> None:
+        """These tickets will not be asked for again."""
+        while self._first < ticket and self._domains:
+            self._domains.popleft()
+            self._first += 1
+
+    def advance_to(self, ticket: int) -> None:
+        """In a fresh mix: go on at this ticket."""
+        while self._first < ticket:
+            self.domain_of(self._first)
+            self.forget_before(self._first + 1)
+
+
+class Slots:
+    """Slots that wait to be launched, and draws of tasks under way for them."""
+
+    def __init__(self, mix: Mix | None) -> None:
+        self.mix = mix
+        self.base = 0  # first ticket of the batch that comes next
+        self.next_ticket = 0  # no ticket from here on has been given out
+        self.owed: deque[Slot] = deque()
+        self.draws: deque[Slot | None] = deque()  # in the order of the DrawTasks; None: its batch was filled meanwhile
+
+    def give(self, ticket: int) -> Slot:
+        """A slot of round 1."""
+        self.next_ticket = max(self.next_ticket, ticket + 1)
+        return Slot(ticket, 1, None if self.mix is None else self.mix.domain_of(ticket))
+
+    @property
+    def drawing(self) -> int:
+        """Draws under way whose task will be launched."""
+        return len(self.draws) - self.draws.count(None) if self.draws else 0
+
+    def waiting(self) -> list[Slot]:
+        """Slots that are owed or drawn for."""
+        return [*self.owed, *(slot for slot in self.draws if slot is not None)]
+
+    def forget(self) -> None:
+        """Nothing is owed any more, and what is being drawn will be returned."""
+        self.owed.clear()
+        self.draws = deque([None] * len(self.draws))
+
+    def next_batch(self, size: int) -> None:
+        """A batch of `size` tickets has left."""
+        self.base += size
+        self.next_ticket = max(self.next_ticket, self.base)
+        if self.mix is not None:
+            self.mix.forget_before(self.base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the tickets are."""
+        return {"base": self.base, "next_ticket": self.next_ticket}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at these tickets; nothing is owed."""
+        self.base, self.next_ticket = int(state["base"]), int(state["next_ticket"])
+        if self.mix is not None:
+            self.mix.advance_to(self.base)

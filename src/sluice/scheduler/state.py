@@ -1,0 +1,253 @@
+"""What a machine saves and how it goes on from that: plain data and numpy arrays.
+
+Committed groups are saved whole; so are those of a batch that was delivered and not stepped on, since that step is not in the checkpoint.
+A running group is never saved: it restarts as a whole, so that no group mixes members of two processes. In the saved ledger it has left as
+cancelled, with the tokens that it had cost by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from sluice.errors import RecordError
+from sluice.ledger import Ledger
+from sluice.scheduler import events as ev
+from sluice.scheduler.groups import OpenGroup
+from sluice.scheduler.slots import Slot
+from sluice.types import Failure, Group, Rollout, Task, Turn
+
+if TYPE_CHECKING:
+    from sluice.scheduler.machine import Scheduler
+
+VERSION: Final = 1
+RESTART: Final = "restart"  # reason for which groups under way at a checkpoint are cancelled in it
+
+
+def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
+    """The state of a machine, which is not changed."""
+    ledger = Ledger()
+    ledger.load_state_dict(machine.ledger.state_dict())
+    whole = {group.group_id: group for group in machine.buffer.groups()}
+    delivered = {group.group_id for group in machine._delivered}
+    committed: list[dict[str, Any]] = []
+    interrupted: list[dict[str, Any]] = []
+    outstanding: list[list[Any]] = [[task.task_id, epoch] for task, epoch in machine.prompts.later]
+    attempts = {id(group): 0 for group in machine._groups.values()}
+    tokens = dict(attempts)
+    for attempt_id, group in machine._running.items():
+        sampled = in_flight.get(attempt_id, 0)
+        attempts[id(group)] += 1
+        tokens[id(group)] += sampled
+        ledger.attempt_ended("cancelled", sampled)
+    for group in machine._groups.values():
+        if group.outcome is None and (group.group_id in whole or group.group_id in delivered):
+            kept = whole.get(group.group_id)
+            last_step = machine.buffer.last_step(group.group_id) if kept is not None else machine.step
+            committed.append(_save_group(group, _regrouped(group) if kept is None else kept, last_step, tokens[id(group)]))
+            continue
+        record = _record(group, tokens[id(group)])
+        if group.outcome is None:
+            spare = any(entry[0] is group for entry in machine._spare)
+            held = any(entry[0] is group for entry in machine._held)
+            outcome = "dropped" if spare else "discarded" if held else "cancelled"
+            members = len(group.delivered) - group.delivered.count(None)
+            ledger.members_left("discarded" if outcome == "cancelled" else outcome, members, group.open_tokens)
+            verdict = next((entry[2] for entry in machine._spare if entry[0] is group), None)
+            category, reason = (verdict.category, verdict.reason) if verdict is not None else (None, RESTART)
+            ledger.group_left(outcome, category, reason)
+            record |= {
+                "outcome": outcome,
+                "reason": reason,
+                "category": category,
+                "source": "scheduler" if verdict is None else verdict.source,
+            }
+            record["end_step"] = machine.step
+            if not spare and not held:
+                outstanding.append([group.task.task_id, group.epoch])
+        interrupted.append(record)
+    return {
+        "version": VERSION,
+        "group_size": machine.config.group_size,
+        "seed": machine.config.seed,
+        "step": machine.step,
+        "next_attempt": machine._next_attempt,
+        "next_group": machine._next_group,
+        "open_groups": list(machine._groups),
+        "buffer": machine.buffer.state_dict(),
+        "slots": machine.slots.state_dict(),
+        "prompts": machine.prompts.state_dict(),
+        "guard": None if machine.guard is None else machine.guard.state_dict(),
+        "ledger": ledger.state_dict(),
+        "judged": machine._judged,
+        "kept": machine._kept,
+        "empty_in_a_row": machine._empty_in_a_row,
+        "absent": dict(machine._absent),
+        "first_details": [[domain, reason, detail] for (domain, reason), detail in machine._first_details.items()],
+        "committed": committed,
+        "interrupted": interrupted,
+        "outstanding": outstanding,
+    }
+
+
+def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
+    """Bring a fresh machine to a saved state; the records of the groups that were interrupted."""
+    if machine._next_group or machine._next_attempt:
+        raise RecordError("expected a fresh machine to load a state into, got one that has launched groups - make a new one")
+    try:
+        _check(machine, saved)
+        machine.step = int(saved["step"])
+        machine._next_attempt = int(saved["next_attempt"])
+        machine._next_group = int(saved["next_group"])
+        machine.buffer.load_state_dict(saved["buffer"])
+        machine.slots.load_state_dict(saved["slots"])
+        machine.prompts.load_state_dict(saved["prompts"])
+        if machine.guard is not None and saved["guard"] is not None:
+            machine.guard.load_state_dict(saved["guard"])
+        machine.ledger.load_state_dict(saved["ledger"])
+        machine._judged, machine._kept = int(saved["judged"]), int(saved["kept"])
+        machine._empty_in_a_row = int(saved["empty_in_a_row"])
+        machine._absent = {domain: int(saved["absent"].get(domain, 0)) for domain in machine._absent}
+        machine._first_details = {(domain, reason): detail for domain, reason, detail in saved["first_details"]}
+        for entry in saved["committed"]:
+            _load_group(machine, entry, tasks)
+        return [ev.RecordGroup(record=ev.GroupRecord(**_as_record(record))) for record in saved["interrupted"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"the saved state of the scheduler is torn or not ours: {type(error).__name__}: {error}") from error
+
+
+def _check(machine: Scheduler, saved: Mapping[str, Any]) -> None:
+    for key, expected in (("version", VERSION), ("group_size", machine.config.group_size), ("seed", machine.config.seed)):
+        if saved[key] != expected:
+            advice = "resume with the settings of the saved run"
+            raise RecordError(f"the saved state of the scheduler does not fit: {key} must be {expected}, got {saved[key]} - {advice}")
+
+
+# ---------------------------------------------------------------- groups
+
+
+def _regrouped(group: OpenGroup) -> Group:
+    """The group that was made of these members."""
+    members = [(rollout, counted) for rollout, counted in zip(group.delivered, group.counted, strict=True) if rollout is not None]
+    return Group(
+        group_id=group.group_id,
+        task=group.task,
+        rollouts=tuple(rollout for rollout, _ in members),
+        start_step=group.start_step,
+        round=group.round,
+        epoch=group.epoch,
+        counted=tuple(counted and rollout.reward is not None for rollout, counted in members),
+    )
+
+
+def _save_group(group: OpenGroup, whole: Group, last_step: int, running_tokens: int) -> dict[str, Any]:
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task.task_id,
+        "epoch": group.epoch,
+        "slot": list(group.slot),
+        "start_step": group.start_step,
+        "last_step": last_step,
+        "seconds": group.story[-1][0] - group.story[0][0] if group.restored_s is None else group.restored_s,
+        "attempts": group.attempts,
+        "tokens": group.tokens + running_tokens,
+        "reason": group.reason,
+        "source": group.source,
+        "evidence": dict(group.evidence),
+        "counted": list(whole.counted),
+        "rollouts": [_save_rollout(rollout) for rollout in whole.rollouts],
+    }
+
+
+def _save_rollout(rollout: Rollout) -> dict[str, Any]:
+    failure = rollout.failure
+    return {
+        "attempt_id": rollout.attempt_id,
+        "member_index": rollout.member_index,
+        "finish_reason": rollout.finish_reason,
+        "reward": rollout.reward,
+        "metrics": dict(rollout.metrics),
+        "failure": None if failure is None else [failure.cause, failure.reason, failure.detail],
+        "seconds": rollout.seconds,
+        "turns": [
+            {
+                "prompt_ids": turn.prompt_ids,
+                "token_ids": turn.token_ids,
+                "inference_logprobs": turn.inference_logprobs,
+                "text": turn.text,
+                "finish_reason": turn.finish_reason,
+                "policy_version": turn.policy_version,
+                "token_versions": turn.token_versions,
+            }
+            for turn in rollout.turns
+        ],
+    }
+
+
+def _load_group(machine: Scheduler, entry: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
+    task = tasks.get(entry["task_id"])
+    if task is None:
+        raise RecordError(f"task {entry['task_id']!r} of a saved group is not in the data - resume with the data of the saved run")
+    group = OpenGroup(
+        group_id=int(entry["group_id"]),
+        task=task,
+        epoch=int(entry["epoch"]),
+        slot=Slot(*entry["slot"]),
+        start_step=int(entry["start_step"]),
+        size=machine.config.group_size,
+        redundancy=machine.config.redundancy,
+        seed=machine.config.seed,
+        now=0.0,
+    )
+    group.closed = True
+    group.missing = 0
+    group.restored_s = float(entry["seconds"])
+    group.attempts, group.tokens = int(entry["attempts"]), int(entry["tokens"])
+    group.reason, group.source, group.evidence = entry["reason"], entry["source"], dict(entry["evidence"])
+    group.story.append((0.0, "committed, restored from a checkpoint", machine.step))
+    rollouts = tuple(_load_rollout(saved, group.group_id, task.task_id) for saved in entry["rollouts"])
+    for rollout, counted in zip(rollouts, entry["counted"], strict=True):
+        group.delivered[rollout.member_index] = rollout
+        group.counted[rollout.member_index] = bool(counted)
+        group.open_tokens += rollout.sampled_tokens
+    machine._groups[group.group_id] = group
+    whole = Group(
+        group_id=group.group_id,
+        task=task,
+        rollouts=rollouts,
+        start_step=group.start_step,
+        round=group.round,
+        epoch=group.epoch,
+        counted=tuple(bool(counted) for counted in entry["counted"]),
+    )
+    machine.buffer.restore(whole, int(entry["last_step"]))
+
+
+def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Rollout:
+    return Rollout(
+        attempt_id=int(saved["attempt_id"]),
+        group_id=group_id,
+        member_index=int(saved["member_index"]),
+        task_id=task_id,
+        turns=tuple(Turn(**turn) for turn in saved["turns"]),
+        finish_reason=saved["finish_reason"],
+        reward=saved["reward"],
+        metrics=dict(saved["metrics"]),
+        failure=None if saved["failure"] is None else Failure(**dict(zip(("cause", "reason", "detail"), saved["failure"], strict=True))),
+        seconds=float(saved["seconds"]),
+    )
+
+
+# ---------------------------------------------------------------- records
+
+
+def _record(group: OpenGroup, running_tokens: int) -> dict[str, Any]:
+    record = group.record(group.started_at)
+    out = {name: getattr(record, name) for name in record.__slots__}
+    return out | {"rewards": list(record.rewards), "evidence": dict(record.evidence), "sampled_tokens": group.tokens + running_tokens}
+
+
+def _as_record(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(saved) | {"rewards": tuple(saved["rewards"])}
