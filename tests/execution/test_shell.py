@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.config.models import FilterConfig
-from sluice.errors import FilterError, GenerationError, RecordError, ResampleError, RewardError
-from sluice.execution import LocalShell, validate
+from sluice.errors import FilterError, GenerationError, RecordError, ResampleError
+from sluice.execution import LocalShell
 from sluice.execution.clock import run
 from sluice.generation import Answer, GenerationRequest, NullEngine, answers
 from sluice.rewards.base import Score
@@ -387,48 +387,6 @@ def test_the_end_of_the_data_gives_the_rest_and_then_nothing() -> None:
     run(main())
 
 
-def test_case_138_validation_gives_exactly_one_result_per_item_and_repeat_without_filter_or_refill() -> None:
-    async def main() -> None:
-        scores = [1.0, 1.0, 0.0, 0.0, 1.0, None]
-        engine = NullEngine()
-        tasks = [make_task(f"v{i}", domain="math" if i < 2 else "code") for i in range(3)]
-        results = await validate(
-            tasks,
-            engine=engine,
-            scorer=FunctionScorer(lambda call: reward(scores[call])),
-            decode=str,
-            response_length=8,
-            temperature=0.0,
-            repeats=2,
-        )
-        assert sum(result.items for result in results.values()) == 6
-        assert sum(result.scored for result in results.values()) == 5
-        assert results["code"].unscored == {"reward_timeout": 1}
-        assert sum(result.reward_sum for result in results.values()) == 3.0
-        assert engine.sampled_tokens("train") == 0
-        assert engine.sampled_tokens("validation") == sum(result.sampled_tokens for result in results.values())
-
-    run(main())
-
-
-def test_an_evaluation_that_cannot_go_on_raises_the_one_reason_and_not_a_group_of_them() -> None:
-    async def main() -> None:
-        def answer(call: int) -> Score:
-            raise RewardError("no worker can be started")
-
-        with pytest.raises(RewardError, match="no worker"):
-            await validate(
-                [make_task(f"v{i}") for i in range(20)],
-                engine=NullEngine(),
-                scorer=FunctionScorer(answer),
-                decode=str,
-                response_length=8,
-                temperature=0.0,
-            )
-
-    run(main())
-
-
 def test_what_breaks_after_the_last_batch_is_raised_when_the_shell_is_closed_and_only_once() -> None:
     class FullJournal(ListJournal):
         def group(self, record: GroupRecord) -> None:
@@ -442,21 +400,6 @@ def test_what_breaks_after_the_last_batch_is_raised_when_the_shell_is_closed_and
         with pytest.raises(RecordError, match="the disk is full"):
             await shell.close()
         await shell.close()
-
-    run(main())
-
-
-def test_case_124_without_any_score_there_is_no_mean() -> None:
-    async def main() -> None:
-        results = await validate(
-            [make_task("v0")],
-            engine=NullEngine(),
-            scorer=FunctionScorer(lambda call: reward(None)),
-            decode=str,
-            response_length=8,
-            temperature=0.0,
-        )
-        assert results["math"].mean is None
 
     run(main())
 

@@ -310,7 +310,7 @@ def test_case_80_what_is_asked_for_after_a_publish_is_of_its_version_while_older
 
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.integers(1, 9), st.none() | st.floats(0, 60)), min_size=1, max_size=8),
-    st.lists(st.floats(0, 60), max_size=5),
+    st.lists(st.integers(0, 600), max_size=5, unique=True).map(lambda tenths: [tenth / 10 for tenth in tenths]),
     st.sampled_from(["finish", "continue"]),
     st.none() | st.integers(1, 3),
 )

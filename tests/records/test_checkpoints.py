@@ -459,7 +459,7 @@ def test_of_a_step_written_twice_the_last_state_holds(checkpoints: Checkpoints) 
         assert len(list(checkpoints.path(1).glob("sluice_state*"))) == 1
 
 
-def test_a_resume_discards_later_checkpoints_and_refused_ones_and_nothing_else(checkpoints: Checkpoints) -> None:
+def test_a_resume_discards_later_checkpoints_the_refused_ones_among_them_and_nothing_else(checkpoints: Checkpoints) -> None:
     write(Checkpoints(checkpoints.folder, "us", 9), 1, 2, 3, 4)
     (checkpoints.path(4) / "optimizer.pt").unlink()
     (checkpoints.folder / "notes.txt").write_text("mine")

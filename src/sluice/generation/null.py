@@ -181,19 +181,19 @@ class NullEngine:
         return handle
 
     def _seat(self, handle: NullHandle, loop: asyncio.AbstractEventLoop) -> None:
-        self._running[handle] = None
         handle.is_seated = True
         handle.version = self._version
         latency_s = handle.answer.latency_s
         if latency_s == 0:
             self._end(handle)
             return
+        self._running[handle] = None
         handle.started_at = loop.time()
         if latency_s != math.inf:
             handle.timer = loop.call_later(latency_s, self._end, handle)
 
     def _seat_waiting(self) -> None:
-        """Fill the slots that are free. An answer without latency frees its own again, which ends up here: one call does it all."""
+        """Fill the slots that are free. An answer without latency ends while it is seated, which leads here again: one call does it all."""
         if self._is_seating or self._max_slots is None:
             return
         self._is_seating = True
@@ -273,7 +273,7 @@ class NullEngine:
     def _settle(self, handle: NullHandle, sampled: int) -> None:
         handle.settled = sampled
         self._settled[handle.request.purpose] += sampled
-        del (self._running if handle.is_seated else self._waiting)[handle]
+        (self._running if handle.is_seated else self._waiting).pop(handle, None)  # one that needs no time was in neither
         if handle.timer is not None:
             handle.timer.cancel()
 

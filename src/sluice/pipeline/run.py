@@ -154,6 +154,7 @@ class Run:
             load_filters_state(self.parts.filters, point.state["filters"])
         self.scheduler.ledger.tokens_were_lost(point.lost_tokens)
         self.earlier_tokens = self.scheduler.ledger.total_tokens
+        self._record_ledger(self.steps)
         if point.lost_tokens:
             self.warn(f"{point.lost_tokens} tokens had been sampled after the checkpoint and are lost")
 

@@ -168,7 +168,6 @@ class Checkpoints:
         """A sentence for each folder that the last `newest` refused, newest first."""
         self._identity = identity
         self._keep = keep
-        self._refused: set[int] = set()  # their steps
 
     def path(self, step: int) -> Path:
         """The folder of a step, whether it exists or not: where the trainer writes its files."""
@@ -222,21 +221,20 @@ class Checkpoints:
             RecordError: the folder of checkpoints cannot be read.
         """
         self.passed_over = []
-        self._refused = set()
         for step in self._steps():
             try:
                 manifest = self._check(step)
                 state = decode((self.path(step) / manifest.state).read_text(encoding="utf-8"))
             except (_Refused, RecordError) as why:
-                self._pass_over(step, str(why))
+                self.passed_over.append(f"{self.path(step)} cannot be resumed from: {why}")
             except OSError as error:
-                self._pass_over(step, f"it is unreadable ({error.strerror or error})")
+                self.passed_over.append(f"{self.path(step)} cannot be resumed from: it is unreadable ({error.strerror or error})")
             else:
                 return step, self.path(step), state
         return None
 
     def discard_after(self, step: int) -> None:
-        """Delete checkpoints of later steps, and those that the last `newest` refused: the run goes on from `step` (0: from its beginning).
+        """Delete the checkpoints of later steps: the run goes on from `step` (0: from its beginning). What `newest` refused is among them.
 
         To be done before run.db is rolled back: killed in between, the next resume finds the same checkpoint again, or a whole later one
         of which run.db still knows everything.
@@ -245,15 +243,11 @@ class Checkpoints:
             RecordError: one cannot be deleted.
         """
         for found in self._steps():  # from the newest: what is left by a kill is whole up to some step
-            if found > step or found in self._refused:
+            if found > step:
                 try:
                     _delete(self.path(found))
                 except OSError as error:
                     raise _cannot_write(self.path(found), error) from error
-
-    def _pass_over(self, step: int, why: str) -> None:
-        self._refused.add(step)
-        self.passed_over.append(f"{self.path(step)} cannot be resumed from: {why}")
 
     def _steps(self) -> list[int]:
         """Steps with a folder, the newest first."""

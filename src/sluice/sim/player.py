@@ -8,7 +8,6 @@ The engine's count of tokens is kept apart from everything the machine is told: 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable
@@ -33,11 +32,7 @@ LONG: Final = 20.0  # a slow step, publish or draw, in units of a generation's m
 _RUN: Final = 21  # a word that keeps these random numbers apart from those that drew the scenario
 
 Codec = Callable[[Any], Any]
-
-
-def through_json(state: Any) -> Any:
-    """A state as it comes back from a file: only plain data and arrays survive this, and arrays come back as lists."""
-    return json.loads(json.dumps(state, allow_nan=True, default=lambda array: array.tolist()))
+"""Writes a state down and reads it again, as a checkpoint does."""
 
 
 class Attempt:
@@ -75,7 +70,7 @@ class Player:
     """Plays one scenario from its beginning to its end, and checks what must hold after every event."""
 
     def __init__(
-        self, scenario: Scenario, *, codec: Codec = through_json, trace: list[str] | None = None, most_events: int = MOST_EVENTS
+        self, scenario: Scenario, *, codec: Codec, trace: list[str] | None = None, most_events: int = MOST_EVENTS
     ) -> None:
         """codec: what a checkpoint's state goes through. trace: where every event and instruction is told, for a failure's story."""
         self.scenario = scenario
@@ -617,7 +612,7 @@ class Player:
             raise Violation(f"the saved ledger accounts for {-lost} tokens that the engine never sampled")
         self.machine.ledger.tokens_were_lost(lost)
         self.check = saved.check
-        self.check.resumed(self.machine, saved.machine["outstanding"], lost)
+        self.check.resumed(self.machine, saved.machine, lost)
         self._start_process()
         self._carry_out(records)
         if self.scenario.faults.worker_crash_s:
