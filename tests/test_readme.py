@@ -11,6 +11,7 @@ import yaml
 from sluice.config import parse_config
 from sluice.config.models import VerifierConfig
 from sluice.filters import build_domain_filters, build_query_filter, build_response_filter
+from sluice.pipeline.build import scheduler_config
 from sluice.rewards import build_verifier, check_rewards
 from tests.fakes import make_group, make_rollout, make_task
 
@@ -27,6 +28,13 @@ def test_the_configuration_shown_is_accepted_with_its_filters_and_verifiers(tmp_
     config = parse_config(yaml.safe_load(block("yaml")), folder=tmp_path)
     check_rewards(config.rewards)
     assert set(build_domain_filters(config.rewards, config.num_return_sequences_in_group)) == {"math", "sums"}
+
+
+def test_the_settings_for_asynchronous_training_shown_fit_the_configuration_shown(tmp_path: Path) -> None:
+    first, second = (yaml.safe_load(found) for found in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))
+    resampling = first["resampling"] | second.pop("resampling")
+    config = parse_config(first | second | {"resampling": resampling}, folder=tmp_path)
+    assert scheduler_config(config).is_async
 
 
 def test_the_library_example_gives_what_its_comments_say() -> None:
