@@ -23,6 +23,10 @@ class GenerationError(SluiceError, RuntimeError):
     """The engine is wrong: a request cannot be served, weights do not fit. A folder without a usable model is a `ConfigError`."""
 
 
+class RequestRefused(GenerationError):
+    """One request can never be served: too long, or of tokens that the model does not have. Others can: the engine is well."""
+
+
 class RewardError(SluiceError, RuntimeError):
     """A verifier or its worker pool is wrong as a whole (single failures are data)."""
 

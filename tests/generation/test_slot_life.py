@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.errors import GenerationError
+from sluice.errors import GenerationError, RequestRefused
 from sluice.generation.slot import SlotEngine
 from tests.generation import tiny
 from tests.generation.tiny import Turnstile
@@ -234,7 +234,7 @@ def crowd_engine(qwen2_path):
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_at_once(engine, wrong, message):
-    with pytest.raises(GenerationError, match=message):
+    with pytest.raises(RequestRefused, match=message):
         tiny.generate(engine, [wrong])
     assert len(tiny.generate(engine, [tiny.request(1, [2] * 60, new=4)])) == 1  # the engine goes on
 

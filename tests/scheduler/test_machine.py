@@ -93,9 +93,13 @@ def test_every_order_of_events_conserves_attempts_groups_and_tokens(
     assert sum(player.scheduler.ledger.groups.values()) == player.scheduler.ledger.groups_launched == len(player.records)
     assert sum(record.sampled_tokens for record in player.records) == player.engine_tokens
     # every drawn task was judged, trained or given back
-    assert len(source.drawn) == player.scheduler.ledger.groups_launched + player.source.returned.__len__() - sum(
-        record.outcome == "cancelled" for record in player.records
-    ) - player.scheduler.prompts.requeued
+    assert (
+        len(source.drawn)
+        == player.scheduler.ledger.groups_launched
+        + player.source.returned.__len__()
+        - sum(record.outcome == "cancelled" for record in player.records)
+        - player.scheduler.prompts.requeued
+    )
 
 
 def _play_rest(player: MachinePlayer, instructions: list[ev.Instruction]) -> None:

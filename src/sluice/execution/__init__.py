@@ -9,8 +9,33 @@
 Another player (a cluster, a simulator) takes the same instructions and tells the same events; nothing here decides.
 """
 
-from sluice.execution.loops import Judged, LoopContext, RolloutLoop
+from sluice.execution.loops import (
+    Attempt,
+    AttemptFailed,
+    GroupClosed,
+    Judged,
+    LoopContext,
+    RolloutLoop,
+    RoundsUsedUp,
+    TokensUsedUp,
+    load_loop,
+)
 from sluice.execution.shell import Journal, LocalShell, TaskSource
 from sluice.execution.validation import ValidationResult, validate
 
-__all__ = ["Journal", "Judged", "LocalShell", "LoopContext", "RolloutLoop", "TaskSource", "ValidationResult", "validate"]
+__all__ = [
+    "Attempt",
+    "AttemptFailed",
+    "GroupClosed",
+    "Journal",
+    "Judged",
+    "LocalShell",
+    "LoopContext",
+    "RolloutLoop",
+    "RoundsUsedUp",
+    "TaskSource",
+    "TokensUsedUp",
+    "ValidationResult",
+    "load_loop",
+    "validate",
+]

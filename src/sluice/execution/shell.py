@@ -21,7 +21,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol
 
-from sluice.errors import ResampleError, SluiceError
+from sluice.errors import LoopError, RequestRefused, ResampleError, SluiceError
 from sluice.execution.loops import Attempt, LoopContext, RolloutLoop, play
 from sluice.execution.member import single_turn_rollout
 from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
@@ -84,14 +84,16 @@ class LocalShell:
         on_change: Callable[[], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
         user_loop: RolloutLoop | None = None,
+        encode: Callable[[str], TokenIds] | None = None,
     ) -> None:
-        """user_loop: makes every group, where the machine's `has_user_loop` says so."""
+        """user_loop: makes every group, where the machine's `has_user_loop` says so. encode: text to token ids, for such loops."""
         self.scheduler = scheduler
         self.source = source
         self.engine = engine
         self.scorer = scorer
         self.journal = journal
         self.decode = decode
+        self.encode = encode
         self.response_length = response_length
         self.temperature = temperature
         self._on_change = on_change  # called after a group left or a batch was delivered
@@ -104,6 +106,8 @@ class LocalShell:
         self._loop_tasks: dict[int, asyncio.Task[None]] = {}  # group_id -> its loop
         self._attempts: dict[int, Attempt] = {}  # attempt_id -> attempts of loops
         self._judged: Verdict | None = None  # the machine's word on the response that a loop just handed in
+        self._loop_counts = dict.fromkeys(("groups", "attempts", "generating_s", "scoring_s"), 0.0)  # of loops, finished attempts
+        self._refused: dict[int, Failure] = {}  # attempt_id -> why the engine will never serve it; the machine is told next
         self._timer: asyncio.TimerHandle | None = None
         self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
         self._cancelled_scores: set[asyncio.Task[None]] = set()  # have not ended yet
@@ -201,6 +205,10 @@ class LocalShell:
         pending += [*self._cancelled_scores, *self._loop_tasks.values()]
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
+        if self._loop_tasks:
+            groups = ", ".join(map(str, sorted(self._loop_tasks)))
+            message = f"rollout loops did not end within {CLOSE_GRACE_S:g} s of their cancel (groups {groups})"
+            self._warn("loops_left", f"{message} - a loop must let asyncio.CancelledError through")
         if self._error is not None and not self._is_error_told:
             self._is_error_told = True
             raise self._error
@@ -214,7 +222,11 @@ class LocalShell:
             if not instructions:  # most events: a member of a group that is not whole yet
                 return
             todo = deque(instructions)
-            while todo:
+            while todo or self._refused:
+                if not todo:  # after the launches of all its siblings, which the answer may cancel
+                    attempt_id = next(iter(self._refused))
+                    todo.extend(self._handle(_refusal(attempt_id, self._refused.pop(attempt_id))))
+                    continue
                 instruction = todo.popleft()
                 kind = type(instruction)
                 if kind is ev.LaunchMember:
@@ -235,6 +247,8 @@ class LocalShell:
             self.tell(ev.Shutdown())
             for member in list(self._members.values()):  # none, unless the machine itself is broken
                 self._stop(member)
+            for attempt in list(self._attempts.values()):
+                attempt.let_go()
             for group_id in list(self._contexts):
                 self._stop_loop(group_id)
 
@@ -317,15 +331,19 @@ class LocalShell:
         if self._contexts and launch.group_id in self._contexts:
             self._contexts[launch.group_id].answered(launch)  # the loop that asked for it plays it
             return
-        handle = self.engine.submit(
-            GenerationRequest(
-                request_id=launch.attempt_id,
-                prompt_ids=launch.task.prompt_ids,
-                max_new_tokens=self.response_length,
-                temperature=self.temperature,
-                seed=launch.seed,
-            )
+        request = GenerationRequest(
+            request_id=launch.attempt_id,
+            prompt_ids=launch.task.prompt_ids,
+            max_new_tokens=self.response_length,
+            temperature=self.temperature,
+            seed=launch.seed,
         )
+        try:
+            handle = self.engine.submit(request)
+        except RequestRefused as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._refused[launch.attempt_id] = Failure(cause="infrastructure", reason="request_refused", detail=detail)
+            return
         member = _Member(launch, handle, self._loop.time(), self.engine.policy_version if self._restarts else 0)
         self._members[launch.attempt_id] = member
         handle.future.add_done_callback(partial(self._generated, member))
@@ -376,6 +394,7 @@ class LocalShell:
         elif attempt_id in self._attempts:
             tokens = self._attempts.pop(attempt_id).let_go()
         else:
+            self._refused.pop(attempt_id, None)
             tokens = self._untold.pop(attempt_id, 0)
         return self._handle(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=tokens))
 
@@ -394,9 +413,21 @@ class LocalShell:
 
     # ------------------------------------------------------------ user-defined loops
 
+    def loop_metrics(self) -> dict[str, float]:
+        """What user-defined loops have done since the start; scoring is from the last generation of an attempt to its `finish`."""
+        if self._user_loop is None:
+            return {}
+        counts = self._loop_counts
+        out = {"loops/groups": counts["groups"], "loops/running": float(len(self._loop_tasks)), "loops/attempts": counts["attempts"]}
+        if counts["attempts"]:
+            for name in ("generating", "scoring"):
+                out[f"loops/{name}_seconds/mean"] = counts[f"{name}_s"] / counts["attempts"]
+        return out
+
     def _start_loop(self, order: ev.RunLoop) -> None:
         if self._user_loop is None:
             raise SluiceError("the machine leaves groups to a user-defined loop, but the shell has none - give it user_loop")
+        self._loop_counts["groups"] += 1
         context = self._contexts[order.group_id] = LoopContext(self, order)
         task = self._loop.create_task(self._play_loop(self._user_loop, context), name=f"loop of group {order.group_id}")
         self._loop_tasks[order.group_id] = task
@@ -405,12 +436,16 @@ class LocalShell:
         group_id = context.group_id
         try:
             returned = await play(loop, context)
-            if isinstance(returned, BaseException):
-                detail = f"{type(returned).__name__}: {returned}"
-                self._warn("loop_error", f"the rollout loop failed: {detail}\n{self.scheduler.story(group_id)}")
-                returned = ev.GroupReturned(group_id=group_id, rollouts=None, reason="loop_error")
             if not context.is_closed:
                 self.tell(returned)
+        except asyncio.CancelledError:
+            if not context.is_closed:  # by somebody else, or by what the loop awaited
+                detail = "it was cancelled, or awaited something that was, while its group was open"
+                self.tell(ev.GroupReturned(group_id=group_id, rollouts=None, reason="loop_error", detail=detail))
+            raise
+        except LoopError as error:
+            if not context.is_closed:
+                self._fail(LoopError(f"{error}\n{self.scheduler.story(group_id)}"))
         finally:
             context.close()
             self._contexts.pop(group_id, None)
@@ -418,18 +453,24 @@ class LocalShell:
 
     def _stop_loop(self, group_id: int) -> None:
         context, task = self._contexts.get(group_id), self._loop_tasks.get(group_id)
-        if context is None or task is None:
+        if context is None or task is None or context.is_closed:  # cancelled once: a second time would hit its cleaning up
             return
         context.close()
         task.cancel()
+
+    def broken(self, error: BaseException) -> None:
+        """A loop has met an engine or a scorer that is broken as a whole: the run ends with its error."""
+        self._fail(error)
 
     def attempt_started(self, attempt: Attempt) -> None:
         """A loop has begun an attempt."""
         self._attempts[attempt.attempt_id] = attempt
 
-    def attempt_finished(self, rollout: Rollout) -> Verdict | None:
+    def attempt_finished(self, rollout: Rollout, generating_s: float, scoring_s: float) -> Verdict | None:
         """A loop hands in a response; whether it stays in its group. None: the group has left meanwhile."""
         self._attempts.pop(rollout.attempt_id, None)
+        for name, value in (("attempts", 1.0), ("generating_s", generating_s), ("scoring_s", scoring_s)):
+            self._loop_counts[name] += value
         self._judged = None
         self.tell(ev.MemberFinished(rollout=rollout))
         return self._judged
@@ -439,10 +480,23 @@ class LocalShell:
         self._attempts.pop(attempt_id, None)
         self.tell(ev.MemberFailed(attempt_id=attempt_id, failure=failure, sampled_tokens=sampled_tokens))
 
-    def let_go(self, launch: ev.LaunchMember, handle: GenerationHandle) -> None:
-        """Cancel a generation of a loop whose attempt has ended; what is still sampled for it is told as late tokens."""
+    def attempt_cancelled(self, attempt_id: int, sampled_tokens: int) -> None:
+        """A loop does not want the response of an attempt any more."""
+        self._attempts.pop(attempt_id, None)
+        self.tell(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=sampled_tokens))
+
+    def let_go(self, launch: ev.LaunchMember, handle: GenerationHandle, counted_tokens: int) -> None:
+        """Cancel a generation of a loop whose attempt has ended; what is sampled for it beyond `counted_tokens` is told as late."""
+        if handle.future.done():
+            if not handle.future.cancelled():
+                handle.future.exception()  # nobody else looks at it
+            return
         member = _Member(launch, handle, self._loop.time(), 0)
-        member.counted_tokens = handle.sampled_tokens
+        member.counted_tokens = counted_tokens
         self._let_go.add(member)
         handle.future.add_done_callback(partial(self._generated, member))
         handle.cancel()
+
+
+def _refusal(attempt_id: int, failure: Failure) -> ev.MemberFailed:
+    return ev.MemberFailed(attempt_id=attempt_id, failure=failure, sampled_tokens=0, is_final=True)

@@ -9,7 +9,7 @@
   - cache.py     keys and values of all slots
   - sampling.py  how a token is drawn, and its log-prob
   - loading.py   the engine's own model from disk, and what is refused
-  - weights.py   published weights, checked and copied
+  - weights.py   published weights, checked and copied; older ones for as long as somebody needs them
 
 To add an engine: write one file with a class that follows `base.Engine`, export it here, and let the pipeline build it from
 `engine.type`.
@@ -19,13 +19,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest, Purpose
+from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest, OnWeightUpdate, Purpose
 from sluice.generation.null import Answer, NullEngine, answers
 
 if TYPE_CHECKING:
     from sluice.generation.slot import SlotEngine
 
-__all__ = ["Answer", "Engine", "Generation", "GenerationHandle", "GenerationRequest", "NullEngine", "Purpose", "SlotEngine", "answers"]
+__all__ = [
+    "Answer",
+    "Engine",
+    "Generation",
+    "GenerationHandle",
+    "GenerationRequest",
+    "NullEngine",
+    "OnWeightUpdate",
+    "Purpose",
+    "SlotEngine",
+    "answers",
+]
 
 
 def __getattr__(name: str) -> Any:

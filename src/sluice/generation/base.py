@@ -89,7 +89,8 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         """Take a request; must be called with a running event loop, to which the handle's future belongs.
 
-        Raises `GenerationError` when the request can never be served (too long, unknown tokens), or the engine was closed or has broken.
+        Raises `RequestRefused` when the request can never be served (too long, unknown tokens), `GenerationError` when the engine was
+        closed or has broken.
         """
 
     def publish(self, state: Mapping[str, Any], version: int) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from sluice.config.models import LoraConfig
-from sluice.errors import ConfigError, GenerationError
+from sluice.errors import ConfigError, GenerationError, RequestRefused
 from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
@@ -234,7 +234,7 @@ class SlotEngine:
         """Take a request; needs a running event loop.
 
         Requests submitted in the same iteration of the loop reach the engine together, so that siblings share their prefill.
-        Raises `GenerationError` when the request cannot be served, or the engine has stopped.
+        Raises `RequestRefused` when the request can never be served, `GenerationError` when the engine has stopped.
         """
         self._check(request)
         loop = asyncio.get_running_loop()
@@ -309,24 +309,24 @@ class SlotEngine:
         name = f"request {request.request_id}"
         if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
             got = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, np.ndarray) else type(prompt).__name__
-            raise GenerationError(f"{name}: prompt_ids must be a numpy array of at least one token id, [P] int64, got {got}")
+            raise RequestRefused(f"{name}: prompt_ids must be a numpy array of at least one token id, [P] int64, got {got}")
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= self._vocab_size:
-            raise GenerationError(
+            raise RequestRefused(
                 f"{name}: prompt_ids must lie within 0 .. {self._vocab_size - 1}, got {low if low < 0 else high} - tokenizer and model do "
                 f"not belong together"
             )
         if request.max_new_tokens < 1 or len(prompt) + request.max_new_tokens > self._max_length:
-            raise GenerationError(
+            raise RequestRefused(
                 f"{name}: prompt and max_new_tokens (at least 1) must fit into max_length {self._max_length}, got {len(prompt)} + "
                 f"{request.max_new_tokens} - load the engine with a larger max_length, or ask for less"
             )
         if not (request.temperature == 0 or _MIN_TEMPERATURE <= request.temperature < math.inf):
-            raise GenerationError(
+            raise RequestRefused(
                 f"{name}: temperature must be 0 (most probable token) or at least {_MIN_TEMPERATURE}, got {request.temperature}"
             )
         if request.purpose not in _PURPOSES:
-            raise GenerationError(f"{name}: purpose must be one of {', '.join(_PURPOSES)}, got {request.purpose!r}")
+            raise RequestRefused(f"{name}: purpose must be one of {', '.join(_PURPOSES)}, got {request.purpose!r}")
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from sluice.pipeline.display import Display
 from sluice.pipeline.dry_run import DryRun, dry_run
 from sluice.pipeline.interrupt import Interrupt
 from sluice.pipeline.log_to_run import LogToRun
-from sluice.pipeline.resume import ResumePoint, find_resume_point, open_run, write_config
+from sluice.pipeline.resume import ResumePoint, find_resume_point, open_run, restore_parts, roll_back, write_config
 from sluice.pipeline.run import Run
 from sluice.records import MAX_STEPS, Checkpoints, Journal, RunFolder
 
@@ -85,6 +85,8 @@ def resume(path: Path, *, overrides: Sequence[str] = (), display: Display) -> Ru
         stack.callback(parts.engine.close)
         checkpoints = Checkpoints(folder.checkpoints, folder.identity, config.trainer.keep_checkpoints)
         point = find_resume_point(folder, config, checkpoints)
+        restore_parts(point, config, parts)
+        roll_back(point, folder, checkpoints)
         write_config(folder, config)
         return _play(config, parts, folder, display, stop, interrupt, resumed=point)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from sluice.config import RlvrConfig
 from sluice.errors import RewardError, TrainerError
 from sluice.execution import LocalShell, validate
-from sluice.filters import filters_state, load_filters_state
+from sluice.filters import filters_state
 from sluice.pipeline.build import Parts, build_scheduler
 from sluice.pipeline.display import Display
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.loop_thread import LoopThread, Stopped
-from sluice.pipeline.resume import ResumePoint
+from sluice.pipeline.resume import ResumePoint, model_fingerprint
 from sluice.records import ENGINE_TOKENS, MAX_STEPS, SCHEDULER, BatchRecord, Checkpoints, Journal, RunFolder, Sinks, build_sinks
 from sluice.rewards import Scorer, build_scorer
 
@@ -57,15 +58,25 @@ class Run:
         self.scheduler = build_scheduler(config, parts)
         self.checkpoints = Checkpoints(folder.checkpoints, folder.identity, config.trainer.keep_checkpoints)
         self.earlier_tokens = 0  # sampled by earlier processes
+        self.evaluated_at = resumed.step if resumed is not None and resumed.is_evaluated else None  # step of the latest evaluation
+        self.model = model_fingerprint(Path(config.model.path))
         for text in parts.tasks.report.warnings:
             self.warn(text)
-        for text in () if resumed is None else resumed.notes:
-            self.warn(text)
+        if resumed is not None:
+            self._tell_of(resumed)
 
     def warn(self, text: str) -> None:
         """Show a warning, and write it down."""
         self.display.message(text, "warning")
         self.journal.event("warning", text)
+
+    def _tell_of(self, point: ResumePoint) -> None:
+        """Say where the run goes on; that it does is an event already."""
+        for text in point.passed_over:
+            self.warn(text)
+        self.display.message(point.message)
+        if point.lost_tokens:
+            self.warn(f"{point.lost_tokens} tokens had been sampled after the checkpoint and are lost")
 
     def play(self) -> None:
         """Evaluate, train, evaluate, save; account for everything on every way out."""
@@ -142,7 +153,7 @@ class Run:
         return scorer, shell
 
     def _restore(self) -> None:
-        """Bring machine, tasks and filters to where the checkpoint was taken."""
+        """Bring the machine to where the checkpoint was taken; tasks and filters are there."""
         point = self.resumed
         if point is None:
             return
@@ -151,18 +162,20 @@ class Run:
             tasks = {task.task_id: task for task in self.parts.tasks.train.tasks}
             shell_state = point.state["shell"]
             self.loop.do(lambda: self.shell.load_state_dict(shell_state, tasks))
-            load_filters_state(self.parts.filters, point.state["filters"])
         self.scheduler.ledger.tokens_were_lost(point.lost_tokens)
         self.earlier_tokens = self.scheduler.ledger.total_tokens
         self._record_ledger(self.steps)
-        if point.lost_tokens:
-            self.warn(f"{point.lost_tokens} tokens had been sampled after the checkpoint and are lost")
 
     def _save_state(self, step: int, folder: Path) -> None:
-        """Complete the trainer's checkpoint with the state of everything else."""
-        shell = self.loop.do(self.shell.state_dict)
-        tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
-        state = {"shell": shell, "filters": filters_state(self.parts.filters), "engine_tokens": tokens}
+        """Complete the trainer's checkpoint with the state of everything else, taken in one moment: groups may be judged meanwhile."""
+
+        def take() -> dict[str, Any]:
+            shell = self.shell.state_dict()
+            tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
+            filters = copy.deepcopy(filters_state(self.parts.filters))  # a user's filter may give its memory itself away
+            return {"shell": shell, "filters": filters, "engine_tokens": tokens, "model": self.model}
+
+        state = self.loop.do(take)
         self.journal.flush()
         for text in self.checkpoints.write_state(step, state):
             self.warn(text)
@@ -215,7 +228,7 @@ class Run:
 
     def _validate(self, step: int) -> None:
         tasks = self.parts.tasks.validation
-        if not tasks or self.stop.is_set():
+        if not tasks or self.stop.is_set() or step == self.evaluated_at:
             return
         settings = self.config.validation
         self.display.phase("evaluating", 0, len(tasks) * settings.repeats)
@@ -240,6 +253,8 @@ class Run:
                 detail = result.details.get(reason, "")
                 self.warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
         self.journal.validation(step, results)
+        self.journal.flush()  # before metrics.jsonl knows of it: a resumed run goes by run.db
+        self.evaluated_at = step
         self.display.validation(step, results)
         self.sinks.write(step, {f"validation/{domain}/reward_mean": result.mean for domain, result in results.items()})
 

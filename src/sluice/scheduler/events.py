@@ -49,11 +49,12 @@ class MemberFailed:
     attempt_id: int
     failure: Failure
     sampled_tokens: int  # what it had sampled by then
+    is_final: bool = False  # the engine can never serve it: no other try of the member helps, nor does drawing its prompt once more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberCancelled:
-    """The shell carried out a `CancelMember`. Sent at once by the shell, never awaited from an engine."""
+    """The shell carried out a `CancelMember`, or a user-defined loop stopped an attempt of its own. Sent at once, never awaited."""
 
     attempt_id: int
     sampled_tokens: int  # what it had sampled when the shell let go of it
@@ -112,6 +113,7 @@ class GroupReturned:
     group_id: int
     rollouts: tuple[Rollout, ...] | None  # each of an attempt that was delivered and not rejected; None: it gives the group up
     reason: str = ""  # why it gives up; "": loop_returned_none
+    detail: str = ""  # of that, for a person; the first one of each reason is told
     judged: Verdict | None = None  # the loop's own verdict, which is final; None: the query filter judges
 
 

@@ -275,11 +275,16 @@ class Scheduler:
         self._requested = self._wanted = event.groups
         self._wanted_since = self._progress_at = now
         self._is_stall_told = False
+        self._close_quota()  # of a batch that could not be filled, or was being filled when a checkpoint was taken
         self.buffer.advance_step(self.step, event.groups)
         self._collect_garbage(now, out)
         self._open_slots(event.batches_left)
         self._go_on(now, out)
         self._arm(out)
+
+    def _close_quota(self) -> None:
+        """No batch is open: only what may be prepared ahead is needed."""
+        self.buffer.close_batch(max(0, self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0)))
 
     def _open_slots(self, batches_left: int | None = None) -> None:
         """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none."""
@@ -288,7 +293,6 @@ class Scheduler:
         if batches_left is not None:
             total = min(total, wanted * (1 + batches_left))
         end = slots.base + total
-        opened = len(slots.owed)
         if self.config.goes_by_ticket:
             taken = {group.slot.ticket for group in self._groups.values() if group.outcome is None}
             taken.update(slot.ticket for slot in slots.waiting())
@@ -310,7 +314,7 @@ class Scheduler:
                 slots.owed.append(slots.give(slots.next_ticket))
         limit = self.config.max_groups_per_batch
         if limit is not None:
-            self._budget = limit + max(0, len(slots.owed) - opened - wanted)
+            self._budget = limit + max(0, len(slots.owed) - wanted)  # what is prepared for later batches does not count
 
     def _by_domain(self) -> Counter[str]:
         """Running and committed groups of each domain."""
@@ -338,7 +342,7 @@ class Scheduler:
 
     def _is_full(self) -> bool:
         assert self._wanted is not None
-        if self.config.fill == "shrink" or not self._wanted:
+        if self.config.fill == "shrink":
             return False  # every group launched for the batch is waited for
         if self.buffer.committed < self._wanted:
             return False
@@ -393,7 +397,7 @@ class Scheduler:
         room = self.buffer.poll() - drawing
         if additional:
             under_way = self.buffer.running + drawing
-            demand = self.buffer.quota - self.buffer.committed
+            demand = max(self.buffer.quota - self.buffer.committed, self._lacking())
             target = math.ceil(demand * (self._judged + SMOOTHING) / (self._kept + SMOOTHING))
             room = min(room, target - under_way)
         while room > 0 and self._budget != 0:
@@ -411,6 +415,13 @@ class Scheduler:
             slots.draws.append(slot)
             out.append(_DRAW if slot.domain is None else ev.DrawTask(domain=slot.domain))
             room -= 1
+
+    def _lacking(self) -> int:
+        """Groups that domains still lack in the batch, whatever other domains have ready."""
+        if not self._needs:
+            return 0
+        lacking = self._needs - Counter(group.task.domain for group in self.buffer.groups())
+        return sum([count for domain, count in lacking.items() if domain not in self._ended])
 
     def _extra_slot(self) -> Slot:
         slots = self.slots
@@ -484,6 +495,7 @@ class Scheduler:
                 f"step {self.step}: expected prompts to sample, but all that are left ({len(self.prompts.quarantined)}) are in quarantine "
                 f"because their groups were lost again and again ({told}). {self._tally.why(self._first_details)} - see why, or raise "
                 "resampling.quarantine_after",
+                now,
                 out,
             )
             return
@@ -554,7 +566,6 @@ class Scheduler:
         tally, wanted = self._tally, self._wanted
         assert wanted is not None
         taken = self.buffer.take(self._select(wanted), wanted)
-        taken.sort(key=lambda group: (group.start_step, group.group_id))
         groups = [self._groups[group.group_id] for group in taken]
         while top_up and self._spare and len(taken) < wanted:
             open_group, group, verdict = self._spare.popleft()
@@ -562,15 +573,14 @@ class Scheduler:
             open_group.reason, open_group.source = verdict.reason, "on_exhausted"
             taken.append(group)
             groups.append(open_group)
-        for open_group, _, verdict in self._spare:
-            self._leave(open_group, "dropped", verdict, now, out)
-        self._spare.clear()
+        taken.sort(key=lambda group: (group.start_step, group.group_id))
+        self._release_spares(now, out)
         self._wanted = None
         self._empty_in_a_row = 0
         self._delivered = groups
         self.slots.next_batch(self._requested)
         self._needs = Counter()
-        self.buffer.close_batch(self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0))
+        self._close_quota()
         if self.config.is_async:
             self._trim_owed()
         else:
@@ -629,7 +639,10 @@ class Scheduler:
             self._go_on(now, out)
             return
         if self._is_dry():
-            if kept or not (self.buffer.running or self.buffer.committed):
+            is_empty = not (self.buffer.running or self.buffer.committed)
+            if is_empty and not kept and self.slots.drawing:
+                return  # of later batches: each is told that nothing is left, and the last one ends the run
+            if kept or is_empty:
                 self._deliver(now, out)
             else:  # all groups of these tickets are gone, later ones are there
                 self.slots.next_batch(self._requested)
@@ -649,7 +662,7 @@ class Scheduler:
                 out.append(ev.Warn(key="empty_batch", message=f"{message}. {tally.why(self._first_details)}"))
                 self._try_again(now, out)
                 return
-        self._fail(self._exhaustion_message(kept, policy), out)
+        self._fail(self._exhaustion_message(kept, policy), now, out)
 
     def _try_again(self, now: float, out: list[ev.Instruction]) -> None:
         """Nothing was kept: begin anew, what was counted stays counted."""
@@ -657,6 +670,8 @@ class Scheduler:
         tally.launched_before = tally.launched
         tally.ahead = 0
         tally.empty_tries += 1
+        assert self._wanted is not None
+        self.buffer.close_batch(self._wanted - self._requested)  # opens again what the guard has left out
         self._wanted = self._requested
         if self.config.fill == "shrink":
             self.slots.next_batch(self._requested)
@@ -664,11 +679,11 @@ class Scheduler:
         self._open_slots()
         self._go_on(now, out)
 
-    def _fail(self, message: str, out: list[ev.Instruction]) -> None:
+    def _fail(self, message: str, now: float, out: list[ev.Instruction]) -> None:
         """The batch cannot be filled; what is kept stays for whoever asks again."""
         self.slots.forget()
+        self._release_spares(now, out)
         if self._wanted is not None:
-            self.buffer.close_batch(max(0, self._wanted - self.buffer.committed))
             self._wanted = None
             self._tally = Tally()
         out.append(ev.Fail(message=message))
@@ -773,6 +788,8 @@ class Scheduler:
                 f"task {group.task.task_id!r}, but its rollout says group {rollout.group_id}, member {rollout.member_index}, "
                 f"task {rollout.task_id!r}: members of a group share one task\n" + group.tell()
             )
+        if rollout.reward is not None and not math.isfinite(rollout.reward):
+            rollout = _without_reward(rollout)
         if rollout.failure is not None:
             self._note(group, rollout.failure, out)
         verdict = self._judge_member(group, rollout)
@@ -789,9 +806,9 @@ class Scheduler:
             self.ledger.member_opened(tokens)
             if group.has_loop:
                 out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=_MEMBER_KEPT))
-            elif group.disqualified is not None and self._drops_early(group, now, out):
+            if group.disqualified is not None and self._drops_early(group, now, out):
                 return
-            elif not group.missing:
+            if not group.missing and not group.has_loop:
                 self._judge(group, now, out)
             return
         self.ledger.attempt_ended("rejected", tokens, verdict.reason)
@@ -800,11 +817,12 @@ class Scheduler:
         group.story.append((now, f"rejected ({verdict.reason})", index))
         if group.has_loop:
             out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=verdict))
-        self._replace(group, index, verdict.reason, now, out)
+        self._tally.member_rejected(verdict.reason)
+        self._replace(group, index, now, out)
 
     def _judge_member(self, group: OpenGroup, rollout: Rollout) -> Verdict | None:
         """A drop, or None when the member stays."""
-        if rollout.reward is None or not math.isfinite(rollout.reward):
+        if rollout.reward is None:
             if self.config.on_member_failure == "judge":
                 return None
             reason = rollout.failure.reason if rollout.failure is not None else "reward_missing"
@@ -844,26 +862,44 @@ class Scheduler:
         return True
 
     def _member_failed(self, event: ev.MemberFailed, now: float, out: list[ev.Instruction]) -> None:
-        settled = self._settle(event.attempt_id)
+        member = self._fail_member(event.attempt_id, event.failure, event.sampled_tokens, now, out, is_final=event.is_final)
+        if member is not None:
+            self._replace(*member, now, out)
+
+    def _fail_member(
+        self, attempt_id: int, failure: Failure, tokens: int, now: float, out: list[ev.Instruction], *, is_final: bool = False
+    ) -> tuple[OpenGroup, int] | None:
+        """Account for an attempt that never delivered. Group and member that lack it now; None: nobody waits for it."""
+        settled = self._settle(attempt_id)
         if settled is None:
             self.ledger.late_results += 1
-            return
+            return None
         group, index = settled
         if index < 0:
-            self._count_cancelled(group, event.sampled_tokens, now, out)
-            return
-        group.tokens += event.sampled_tokens
-        failure: Failure = event.failure
-        self._note(group, failure, out)
-        self.ledger.attempt_ended("failed", event.sampled_tokens, failure.reason)
-        group.had_fault = group.had_fault or failure.cause == "infrastructure"
+            self._count_cancelled(group, tokens, now, out)
+            return None
+        group.tokens += tokens
+        if failure.detail or failure.cause == "infrastructure":
+            self._note(group, failure, out)
+        self.ledger.attempt_ended("failed", tokens, failure.reason)
+        self._tally.member_rejected(failure.reason)
+        if is_final:
+            group.tries[index] = self.config.max_response_rounds
+        elif failure.cause == "infrastructure":
+            group.had_fault = True
+        else:
+            group.rejections[index] += 1  # of what the policy wrote: another try shall sample something else
         group.story.append((now, f"failed ({failure.reason})", index))
-        self._replace(group, index, failure.reason, now, out)
+        return group, index
 
     def _member_cancelled(self, event: ev.MemberCancelled, now: float, out: list[ev.Instruction]) -> None:
         group = self._running.get(event.attempt_id)
         if group is not None and event.attempt_id not in self._detached:
-            raise SchedulerBug(f"attempt {event.attempt_id} was cancelled without a CancelMember\n{group.tell()}")
+            if not group.has_loop:
+                raise SchedulerBug(f"attempt {event.attempt_id} was cancelled without a CancelMember\n{group.tell()}")
+            index = group.slots.index(event.attempt_id)
+            group.rejections[index] += 1  # another try shall sample something else
+            group.story.append((now, "stopped by its loop", index))
         if self._settle(event.attempt_id) is None or group is None:
             return  # it finished while the cancel was on its way, and was settled then
         self._count_cancelled(group, event.sampled_tokens, now, out)
@@ -880,16 +916,17 @@ class Scheduler:
 
     def _worker_lost(self, event: ev.WorkerLost, now: float, out: list[ev.Instruction]) -> None:
         failure = Failure(cause="infrastructure", reason="worker_lost", detail=event.detail)
-        for attempt_id, tokens in event.attempts.items():
-            self._member_failed(ev.MemberFailed(attempt_id=attempt_id, failure=failure, sampled_tokens=tokens), now, out)
+        lost = [self._fail_member(attempt_id, failure, tokens, now, out) for attempt_id, tokens in event.attempts.items()]
+        for member in lost:  # all are settled first: a group that one of them drops has nothing to cancel of the others
+            if member is not None and not member[0].closed:
+                self._replace(*member, now, out)
 
-    def _replace(self, group: OpenGroup, member_index: int, reason: str, now: float, out: list[ev.Instruction]) -> None:
+    def _replace(self, group: OpenGroup, member_index: int, now: float, out: list[ev.Instruction]) -> None:
         """A member did not deliver: others under way may be enough; else try again within the rounds; else it is lost."""
-        self._tally.member_rejected(reason)
         if self.config.has_user_loop or group.running - group.detached >= group.missing:
             return
         rounds = self.config.max_response_rounds
-        if group.tries[member_index] < rounds:
+        if group.tries[member_index] < rounds and group.slots[member_index] < 0:
             self._launch(group, member_index, now, out)
             return
         if self.config.redundancy:
@@ -951,7 +988,7 @@ class Scheduler:
             verdict = open_group.disqualified
         if verdict.keep:
             self._commit(open_group, group, sums, verdict, now, out)
-        elif self._keeps_spares and verdict.category == "low_information":
+        elif self._keeps_spares and verdict.category == "low_information" and self._is_young(group):
             self._put_aside(open_group, group, verdict, now, out)
         else:
             self._drop(open_group, verdict, now, out)
@@ -984,6 +1021,7 @@ class Scheduler:
                 f"step {self.step}: expected filters to drop no more groups than guard.max_filter_ratio allows, but one more was to be "
                 f"dropped as {verdict.category}/{verdict.reason} ({numbers}). {self._tally.why(self._first_details)} - loosen the filter "
                 "that drops most, raise guard.max_filter_ratio, or set guard.policy to keep, wait or shrink",
+                now,
                 out,
             )
             return None
@@ -1036,6 +1074,12 @@ class Scheduler:
     def _keeps_spares(self) -> bool:
         return self.config.on_exhausted == "keep_low_information" and self.config.fill == "refill" and self._wanted is not None
 
+    def _is_young(self, group: Group) -> bool:
+        """Whether a group may be trained in this step beyond what the buffer holds; of the oldest step only the buffer counts how many."""
+        oldest = self.step - self.config.domain_staleness.get(group.task.domain, self.config.staleness)
+        started = min(group.start_step, group.policy_version)
+        return started > oldest or (started == oldest and not self.config.async_generation_ratio % 1.0)
+
     def _put_aside(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """Dropped for low information, but held until the batch is full: it may be needed to top it up. The latest ones are held."""
         self.buffer.abort(open_group.group_id, verdict)
@@ -1079,13 +1123,19 @@ class Scheduler:
             self._owe_replacement(group, verdict, out)
         else:
             self._tally.group_dropped(str(verdict.category), verdict.reason)
-            if self._wanted is not None:
+            if self._wanted is not None and self._wanted > 1:  # a batch of none is no batch
                 self._wanted -= 1
                 self.buffer.close_batch(1)
         if goes_on:
             if self._held:
                 self._recheck_held(now, out)
             self._go_on(now, out)
+
+    def _release_spares(self, now: float, out: list[ev.Instruction]) -> None:
+        """No batch will be topped up with them."""
+        for group, _, verdict in self._spare:
+            self._leave(group, "dropped", verdict, now, out)
+        self._spare.clear()
 
     def _owe_replacement(self, group: OpenGroup, verdict: Verdict, out: list[ev.Instruction]) -> None:
         tally, wanted = self._tally, self._requested
@@ -1194,34 +1244,66 @@ class Scheduler:
             raise SchedulerBug(f"GroupReturned for a group that no loop owns\n{group.tell()}")
         group.has_loop = False
         if event.rollouts is None:
-            verdict = Verdict.dropped(event.reason or "loop_returned_none", "invalid", "loop")
-            self._drop(group, verdict, now, out, is_lost=group.had_fault, is_failure=True)
+            reason = event.reason or "loop_returned_none"
+            self._tell_of_loop(group, reason, event.detail, out)
+            self._drop(group, Verdict.dropped(reason, "invalid", "loop"), now, out, is_lost=group.had_fault, is_failure=True)
             return
         self._check_returned(group, event.rollouts)
         returned = {rollout.member_index: rollout for rollout in event.rollouts}
         for index, rollout in enumerate(group.delivered):
             if rollout is not None and index not in returned:
                 self._take_out(group, index, "loop_left_out", now)
-        size, count = self.config.group_size, len(returned)
-        if not (count == size or (self._needed_members <= count and self.config.max_additional_running_prompts)):
-            evidence = {"returned": float(count), "expected": float(size)}
-            if ("", "response_count") not in self._first_details:
-                self._first_details["", "response_count"] = f"a loop returned {count} rollouts where {size} were expected"
-                message = f"a rollout loop returned {count} rollouts where {size} were expected (group {group.group_id}) - return them all"
-                advice = "or None to give the group up; with is_use_additional_prompts any number from min_members on is a group"
-                out.append(ev.Warn(key="response_count", message=f"{message}, {advice}"))
-            verdict = Verdict.dropped("response_count", "invalid", "loop", evidence)
-            self._drop(group, verdict, now, out, is_failure=True)
-            return
         for index, rollout in returned.items():
             group.delivered[index] = rollout
             group.counted[index] = rollout.finish_reason != "length" or self.config.truncated != "mask"
+        count = len(returned)
+        if not self._is_whole(group, count):
+            if event.judged is not None and not event.judged.keep:
+                self._drop_partial(group, event.judged, now, out)
+                return
+            size = self.config.group_size
+            detail = (
+                f"got {count} rollouts where {size} were expected - return them all, or None to give the group up; with "
+                "is_use_additional_prompts any number from min_members on is a group"
+            )
+            self._tell_of_loop(group, "response_count", detail, out)
+            evidence = {"returned": float(count), "expected": float(size)}
+            self._drop(group, Verdict.dropped("response_count", "invalid", "loop", evidence), now, out, is_failure=True)
+            return
         if event.judged is None:
             self._judge(group, now, out)
             return
         members = [index for index, rollout in enumerate(group.delivered) if rollout is not None]
         whole = _group(group, tuple([returned[index] for index in members]), tuple([group.counted[index] for index in members]))
         self._decide(group, whole, event.judged, now, out)
+
+    def _is_whole(self, group: OpenGroup, count: int) -> bool:
+        """Whether so many returned members make a group: all of them, or, where fewer will do, as many as could be had."""
+        if count == self.config.group_size:
+            return True
+        if count < self._needed_members:
+            return False
+        rounds = self.config.max_response_rounds
+        lost = sum([rollout is None and tries >= rounds for rollout, tries in zip(group.delivered, group.tries, strict=True)])
+        return self.config.max_additional_running_prompts > 0 or count == len(group.slots) - lost
+
+    def _drop_partial(self, group: OpenGroup, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
+        """A loop's own drop of members that are no whole group: no guard can keep them, nor can they top up a batch."""
+        assert verdict.category is not None
+        self.prompts.judged(group.task.task_id)
+        self._judged += 1
+        self._tally.judged += 1
+        if self.guard is not None:
+            self.guard.filter_counted(self.guard.count(), verdict.category)
+        self._drop(group, verdict, now, out)
+
+    def _tell_of_loop(self, group: OpenGroup, reason: str, detail: str, out: list[ev.Instruction]) -> None:
+        """Why a loop's group is given up: the first of each kind in words; the others are counted."""
+        key = (group.task.domain, reason)
+        if detail and key not in self._first_details:
+            self._first_details[key] = detail
+            message = f"a rollout loop's group is given up as {reason}: {detail} (told once, counted from here on)\n{group.tell()}"
+            out.append(ev.Warn(key="/".join(key), message=message))
 
     def _check_returned(self, group: OpenGroup, rollouts: Iterable[Rollout]) -> None:
         """Raise `LoopError` unless these are members that were delivered, each once."""
@@ -1237,10 +1319,16 @@ class Scheduler:
                     + group.tell()
                 )
             assert known is not None
-            if rollout.sampled_tokens != known.sampled_tokens:
+            if rollout.turns != known.turns or rollout.finish_reason != known.finish_reason:  # turns are compared by identity
                 raise LoopError(
-                    f"a rollout loop may change rewards, not what was sampled: member {index} of group {group.group_id} had "
-                    f"{known.sampled_tokens} sampled tokens, got {rollout.sampled_tokens}\n{group.tell()}"
+                    f"a rollout loop may change rewards and metrics, not what was sampled: the turns of member {index} of group "
+                    f"{group.group_id} ({known.sampled_tokens} sampled tokens, {known.finish_reason!r}) came back as others "
+                    f"({rollout.sampled_tokens}, {rollout.finish_reason!r}) - use dataclasses.replace(rollout, reward=...)\n{group.tell()}"
+                )
+            if rollout.reward is not None and not math.isfinite(rollout.reward):
+                raise LoopError(
+                    f"expected a finite reward, or None, of member {index} of group {group.group_id}, got {rollout.reward!r} - a rollout "
+                    f"without a reward has None\n{group.tell()}"
                 )
             seen.add(index)
 
@@ -1307,7 +1395,7 @@ class Scheduler:
             else:
                 self._deadlines.popleft()
         stall = self.config.stall_warning_s
-        if stall is not None and self._wanted is not None and not self._is_stall_told and now - self._progress_at >= stall:
+        if stall is not None and self._wanted is not None and not self._is_stall_told and now >= self._progress_at + stall:
             self._is_stall_told = True
             message = (
                 f"step {self.step}: no group has come or gone for {now - self._progress_at:.0f} s. Waiting for {self.waiting_for(now)}"
@@ -1328,9 +1416,7 @@ class Scheduler:
         self._stopped = True
         self._wanted = None
         self.slots.forget()
-        for open_group, _, verdict in self._spare:
-            self._leave(open_group, "dropped", verdict, now, out)
-        self._spare.clear()
+        self._release_spares(now, out)
         for open_group, _, _ in self._held:
             self.buffer.abort(open_group.group_id, HELD_BY_GUARD)
             self._leave(open_group, "discarded", HELD_BY_GUARD, now, out)
@@ -1345,6 +1431,12 @@ class Scheduler:
             else:
                 self._abandon(group, "cancelled", SHUTDOWN, now, out)
         self._return_later(out)
+
+
+def _without_reward(rollout: Rollout) -> Rollout:
+    """A rollout whose reward is no number: it has none."""
+    failure = Failure(cause="infrastructure", reason="reward_missing", detail=f"its reward is {rollout.reward}")
+    return replace(rollout, reward=None, failure=rollout.failure or failure)
 
 
 def _group(open_group: OpenGroup, rollouts: tuple[Rollout, ...], counted: tuple[bool, ...]) -> Group:

@@ -9,12 +9,12 @@ from sluice.types import Task
 
 
 class Prompts:
-    """Counts losses by prompt. Memory grows with the number of prompts that were ever lost or expired, not with their losses."""
+    """Counts losses by prompt. Memory grows with the prompts, by epoch, that were ever lost or expired, not with their losses."""
 
     def __init__(self, *, requeue: bool, quarantine_after: int | None) -> None:
         self._requeue = requeue
         self._quarantine_after = quarantine_after
-        self._came_back: dict[str, int] = {}  # task_id -> epoch in which it was put back
+        self._came_back: dict[str, list[int]] = {}  # task_id -> epochs in which it was put back
         self._losses: dict[str, int] = {}  # task_id -> groups lost since the last one that was judged
         self.quarantined: dict[str, str] = {}  # task_id -> reason of its last loss
         self.later: list[tuple[Task, int]] = []  # go back to the source when the batch in progress has been delivered
@@ -23,9 +23,9 @@ class Prompts:
 
     def may_come_back(self, task: Task, epoch: int) -> bool:
         """Whether a prompt that was not judged is put back: once per epoch, by setting. Counted."""
-        if not self._requeue or self._came_back.get(task.task_id) == epoch:
+        if not self._requeue or epoch in self._came_back.get(task.task_id, ()):
             return False
-        self._came_back[task.task_id] = epoch
+        self._came_back.setdefault(task.task_id, []).append(epoch)
         self.requeued += 1
         return True
 
@@ -45,7 +45,7 @@ class Prompts:
     def state_dict(self) -> dict[str, Any]:
         """All counts; `later` is part of what is outstanding, and not in it."""
         return {
-            "came_back": dict(self._came_back),
+            "came_back": {task_id: list(epochs) for task_id, epochs in self._came_back.items()},
             "losses": dict(self._losses),
             "quarantined": dict(self.quarantined),
             "requeued": self.requeued,
@@ -54,7 +54,7 @@ class Prompts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was saved."""
-        self._came_back = dict(state["came_back"])
+        self._came_back = {task_id: list(epochs) for task_id, epochs in state["came_back"].items()}
         self._losses = dict(state["losses"])
         self.quarantined = dict(state["quarantined"])
         self.requeued, self.skipped = int(state["requeued"]), int(state["skipped"])

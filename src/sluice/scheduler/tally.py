@@ -167,6 +167,8 @@ class Tally:
             advice.append("raise resampling.group_timeout_s, or find out what hangs")
         if "stale" in reasons:
             advice.append("raise resampling.max_staleness, or see why the engine does not take the new weights")
+        if reasons & {"loop_error", "loop_returned_none", "response_count"}:
+            advice.append("put the rollout loop right")
         if any(reason in self.members for _, reason in first_details):
             advice.append("put the verifier or the engine right")
         elif self.members and self.members.keys() != {"truncated"}:

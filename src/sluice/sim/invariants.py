@@ -59,13 +59,17 @@ class Invariants:
         self.batches = 0
         self.delivered: set[int] = set()  # groups of batches
         self._requested = 0
-        self._launched_before = 0  # groups launched before the batch was asked for
+        self.asked = 0  # tasks asked for
+        self._asked_before = 0  # of these, before the batch was asked for
         self._bound_acted = False  # a replacement was due that max_resample_rounds did not allow, since the batch was asked for
         self._in_training: set[int] = set()
+        self._largest_quota = 0
+        self._restored = 0  # committed groups that a checkpoint brought back, until a batch is asked for
         self._out: dict[Prompt, int] = {}  # prompts in use -> their group; -1: none yet
         self._prompt_of: dict[int, Prompt] = {}  # groups without a record
         self._given_back: set[int] = set()  # of these, the ones whose prompt the machine has put back
         self._drawing: Prompt | None = None  # was drawn, and no group is known for it yet
+        self._due_back: dict[Prompt, int] = {}  # prompts of groups that left unjudged: before anything else happens they are put back
         self._lost: dict[Prompt, int] = {}  # prompts of groups that were lost, until they are put back -> that group
         self._came_back: set[Prompt] = set()  # put back because its group was lost or expired
         self._times_drawn: Counter[Prompt] = Counter()
@@ -76,6 +80,7 @@ class Invariants:
         self._by_domain: Counter[str] = Counter()  # groups delivered
         self.warnings: Counter[str] = Counter()
         self.fail: str | None = None
+        self.is_shut_down = False
         self.is_last = False
         self._watch(machine)
 
@@ -99,7 +104,9 @@ class Invariants:
     def wanted(self, groups: int) -> None:
         """A batch is asked for."""
         self._requested = groups
-        self._launched_before = self.groups
+        self._largest_quota = groups + math.ceil(self._config.async_generation_ratio * groups)
+        self._restored = 0
+        self._asked_before = self.asked
         self._bound_acted = False
         self._data_ended = bool(self._ended)
         self.fail = None
@@ -164,13 +171,16 @@ class Invariants:
         """The machine put a prompt back."""
         prompt = task_id, epoch
         group_id = self._out.pop(prompt, None)
+        self._due_back.pop(prompt, None)
         if group_id is None:
             lost = self._lost.pop(prompt, None)
             if lost is None:
                 raise Violation(f"prompt {prompt} is put back, but it is not in use")
             self._comes_back(prompt, lost)
-        elif group_id >= 0:
+        elif group_id in self._prompt_of:
             self._given_back.add(group_id)
+        elif group_id >= 0:  # its record was faster
+            pass
         else:
             self._drawing = None
         self._times_back[prompt] += 1
@@ -200,7 +210,7 @@ class Invariants:
             )
         if record.attempts > self._places * config.max_response_rounds and config.on_weight_update != "restart":
             raise Violation(f"group {group_id} had {record.attempts} attempts", [group_id])
-        if (outcome == "trained") != (group_id in self._in_training):
+        if (outcome == "trained") != (group_id in self._in_training) and not (outcome == "discarded" and self.is_shut_down):
             raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self.delivered}", [group_id])
         self._in_training.discard(group_id)
         if outcome in ("dropped", "expired") and record.round == config.max_resample_rounds:
@@ -221,8 +231,13 @@ class Invariants:
             elif outcome != "cancelled":
                 raise Violation(f"group {group_id} was {outcome} ({record.reason}), and yet its prompt {prompt} was put back", [group_id])
             return
-        if outcome == "cancelled" or (was_unused and self._config.requeue and prompt not in self._came_back):
-            raise Violation(f"group {group_id} was {outcome} ({record.reason}), and its prompt {prompt} was not put back", [group_id])
+        if was_unused and self._config.requeue and prompt not in self._came_back:
+            self._came_back.add(prompt)
+            self._due_back[prompt] = group_id
+            return
+        if outcome == "cancelled":
+            self._due_back[prompt] = group_id
+            return
         del self._out[prompt]
         if was_lost:  # it may still come back, when the batch has been delivered
             self._lost[prompt] = group_id
@@ -312,22 +327,20 @@ class Invariants:
             return
         guard = self.scenario.guard
         shrunk = int(metrics.get("scheduler/shrunk_by_guard", 0.0)) if guard is not None and guard.policy == "shrink" else 0
-        limit = config.max_groups_per_batch
         may_be_short = (
             config.fill == "shrink"
             or self._data_ended
             or count >= wanted - shrunk
-            or (
-                (config.on_exhausted != "raise" or shrunk)
-                and (self._has_bound_acted(batch, metrics) or (limit is not None and self.groups - self._launched_before >= limit))
-            )
+            or ((config.on_exhausted != "raise" or shrunk) and self._has_bound_acted(batch, metrics))
         )
         if count > wanted or not may_be_short or not (count or batch.is_last):
             raise Violation(f"the batch holds {count} groups where {wanted} were asked for, and nothing allows that", ids)
 
     def _has_bound_acted(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
-        """Whether some group has left in the last round that max_resample_rounds allows."""
-        last = self._config.max_resample_rounds
+        """Whether no more groups may be launched for the batch, or some group has left in the last round that is allowed."""
+        last, limit = self._config.max_resample_rounds, self._config.max_groups_per_batch
+        if limit is not None and self.asked - self._asked_before >= limit:
+            return True
         if self._bound_acted or (metrics["scheduler/topped_up_count"] and any(group.round == last for group in batch.groups)):
             return True
         return any(group.outcome is not None and group.round == last for group in self.machine._groups.values())  # not recorded yet
@@ -338,7 +351,7 @@ class Invariants:
         if shares is None or config.mix_on != "kept":
             return
         self._by_domain.update([group.task.domain for group in batch.groups])
-        if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self.fail:
+        if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self._has_bound_acted(batch, metrics):
             self._shares_broken = True
         if self._shares_broken:
             return
@@ -370,10 +383,15 @@ class Invariants:
                 f"the ledger accounts for {ledger.total_tokens} tokens, the engine sampled {player.engine_tokens}, of which "
                 f"{player._untold - player._told_early} are not told yet"
             )
-        if buffer.running + buffer.committed > buffer.quota + self._config.max_additional_running_prompts:
+        in_buffer = buffer.running + buffer.committed
+        if in_buffer > buffer.quota + self._config.max_additional_running_prompts and in_buffer > self._restored:
             raise Violation(f"{buffer.running} groups run and {buffer.committed} wait, the quota is {buffer.quota}")
+        if buffer.quota > self._largest_quota:
+            raise Violation(f"the quota is {buffer.quota}, at most {self._largest_quota} groups can be needed")
         if player._is_wanting and running == player._leaving and not player._draws and not player._loops:
             self._nothing_under_way(player)
+        if self._due_back:
+            raise Violation(f"groups left without being judged, and their prompts were not put back: {self._due_back}", self._due_back.values())
         self._until_full -= 1
         if not self._until_full:
             self.full(player)
@@ -448,6 +466,7 @@ class Invariants:
         waiting = {entry["group_id"] for entry in saved["committed"]}
         self.delivered -= waiting  # the step on them is not in the checkpoint
         self._in_training -= waiting
+        self._restored = len(waiting)
         self._ended.clear()
         self._shares_broken = True  # what was launched for the batch in progress is forgotten, with its places in the mix
         self.is_last = False

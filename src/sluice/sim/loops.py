@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Literal
@@ -63,7 +64,8 @@ class SimulatedLoop:
         if not verdict.keep:
             self._try(index)
             return
-        self._delivered[index] = rollout
+        has_number = rollout.reward is None or math.isfinite(rollout.reward)
+        self._delivered[index] = rollout if has_number else replace(rollout, reward=None)
         if self.style == "gives_up":
             self._give_back(None)
         elif self.style == "one_by_one" and len(self._delivered) < self._members:

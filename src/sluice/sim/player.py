@@ -107,6 +107,7 @@ class Player:
         self._told_early = 0  # tokens of cancelled generations, told before the engine had ended them
         self._loops: dict[int, SimulatedLoop] = {}
         self._draws = 0  # asked for, not answered
+        self._asked: deque[str | None] = deque()  # of these, the ones that are answered before anything else happens
         self._last_draw_at = self._last_publish_at = 0.0
         self._publishes = 0  # under way
         self._wake_at = math.inf
@@ -149,7 +150,7 @@ class Player:
         self._process_events += 1
         if self.events > self._most_events:
             raise Violation(f"the run has not ended after {self._most_events} events: it would go on for ever")
-        self._carry_out(self._handle(event))
+        self._carry_out_all(self._handle(event))
         self.check.after_event(self)
         if self._process_events == self.scenario.faults.stop_at and not self._is_shut_down:
             self.faults.counts["stop"] += 1
@@ -162,6 +163,13 @@ class Player:
         out = self.machine.handle(event, self.now)
         self._trace.extend([f"{self.now:.3f}   < {told(instruction)}" for instruction in out])
         return out
+
+    def _carry_out_all(self, instructions: list[ev.Instruction]) -> None:
+        """Also what follows from tasks that are drawn at once. Their answers come in the order of the draws."""
+        self._carry_out(instructions)
+        asked = self._asked
+        while asked:
+            self._carry_out(self._handle(self._drawn(asked.popleft())))
 
     def _carry_out(self, instructions: list[ev.Instruction]) -> None:
         for instruction in instructions:
@@ -204,11 +212,12 @@ class Player:
             case ev.MemberJudged():
                 pass  # the loop is told by `_finish`, which has the rollout
             case ev.Fail():
-                self._is_wanting = False
                 self.check.failed(instruction.message)
                 again = self._asked_again < self.scenario.asks_again
-                self._asked_again += again
-                self._push(0.0, self._want if again else self._end, None)
+                if self._is_wanting or not again:  # else the trainer is busy, and asks when it is done
+                    self._is_wanting = False
+                    self._asked_again += again
+                    self._push(0.0, self._want if again else self._end, None)
             case ev.Warn():
                 self.check.warned(instruction.key)
             case _:
@@ -280,7 +289,7 @@ class Player:
             self._shut_down()
 
     def _shut_down(self) -> None:
-        self._is_shut_down = True
+        self._is_shut_down = self.check.is_shut_down = True
         self._is_wanting = False
         self._tell(ev.Shutdown())
 
@@ -291,11 +300,12 @@ class Player:
         delay = self.scenario.draw_s
         if self.scenario.faults.slow_draw and self.faults.happens("slow_draw", self.scenario.faults.slow_draw):
             delay += LONG * self.scenario.latency_s
-        if delay or self._last_draw_at > self.now:
+        self.check.asked += 1
+        if delay or self._draws > len(self._asked) + 1:  # answers come in the order of the draws
             self._last_draw_at = at = max(self.now + delay, self._last_draw_at)
             self._push(at - self.now, self._answer_draw, domain)
         else:
-            self._carry_out(self._handle(self._drawn(domain)))
+            self._asked.append(domain)
 
     def _answer_draw(self, domain: str | None) -> None:
         self._tell(self._drawn(domain))
@@ -355,6 +365,7 @@ class Player:
         self.engine_tokens += tokens
         if attempt.is_acknowledged:
             self._told_early -= attempt.told
+            self._untold += tokens - attempt.told
         else:
             self._untold += tokens
         queue = self._queue
@@ -416,7 +427,7 @@ class Player:
         for instruction in out:
             if type(instruction) is ev.MemberJudged:
                 loop.on_judged(event.rollout, instruction.verdict)
-        self._carry_out(out)
+        self._carry_out_all(out)
         self.check.after_event(self)
 
     def _told_again(self, event: ev.MemberFinished) -> None:
@@ -504,8 +515,10 @@ class Player:
     def _tell_late(self, attempt: Attempt) -> None:
         """What an attempt sampled after its cancel, and now and then its whole result."""
         if attempt.sampled > attempt.told:
-            self.check.late_tokens += attempt.sampled - attempt.told
-            self._tell(ev.LateTokens(attempt_id=attempt.launch.attempt_id, sampled_tokens=attempt.sampled - attempt.told))
+            late = attempt.sampled - attempt.told
+            self._untold -= late
+            self.check.late_tokens += late
+            self._tell(ev.LateTokens(attempt_id=attempt.launch.attempt_id, sampled_tokens=late))
         if self.scenario.faults.late_result and attempt.sampled == attempt.tokens and not attempt.fate:
             self.check.late_results += 1
             self._tell(ev.MemberFinished(rollout=self._rollout(attempt)))
@@ -614,7 +627,7 @@ class Player:
         self.check = saved.check
         self.check.resumed(self.machine, saved.machine, lost)
         self._start_process()
-        self._carry_out(records)
+        self._carry_out_all(records)
         if self.scenario.faults.worker_crash_s:
             self._push(self._gap(self.scenario.faults.worker_crash_s), self._crash, None)
         self._tell(ev.WeightsUpdated(version=self.version))
@@ -658,7 +671,7 @@ def told(what: ev.Event | ev.Instruction) -> str:
             return f"MemberJudged attempt {what.attempt_id}: {what.verdict.reason}"
         case ev.GroupReturned():
             count = None if what.rollouts is None else len(what.rollouts)
-            return f"GroupReturned (group {what.group_id}): {count} rollouts, judged {what.judged and what.judged.reason}"
+            return f"GroupReturned (group {what.group_id}): {count} rollouts, judged {None if what.judged is None else what.judged.reason}"
         case ev.RecordGroup():
             record = what.record
             return (

@@ -20,7 +20,7 @@ from sluice.config.models import RlvrConfig, TaskSourceConfig, VerifierConfig
 from sluice.config.problems import suggestion, told
 from sluice.errors import ConfigError, TaskError
 from sluice.tasks.base import MISSING, Row, TaskSource, Tokenizer, listed
-from sluice.tasks.checks import check_task_settings
+from sluice.tasks.checks import check_task_settings, is_changed
 from sluice.tasks.dataset_filter import DatasetFilter
 from sluice.tasks.domain_tasks import DomainTasks
 from sluice.tasks.labels import Labels
@@ -168,7 +168,7 @@ def _read(part: Part, sources: Sequence[TaskSourceConfig], config: RlvrConfig, l
                 tally.candidates.append(_Candidate(row=row, domain=domain, tag=tag, answer=answer))
         if row is None:
             raise TaskError(f"{place}: expected rows, but {settings.path or settings.name} is empty")
-        if not has_answers and "answer_field" in settings.model_fields_set:
+        if not has_answers and is_changed(settings, "answer_field"):
             fields = [str(name) for name in row.entry]
             near = suggestion(settings.answer_field, fields, what="there are")
             raise ConfigError(f"{tally.key}.answer_field: expected a field of the data, got '{settings.answer_field}'{near}")

@@ -48,12 +48,17 @@ def task_problems(config: RlvrConfig) -> list[Problem]:
     return problems
 
 
+def is_changed(settings: TaskSourceConfig, key: str) -> bool:
+    """Whether a key has another value than its default, which a resolved configuration writes out as well."""
+    return bool(getattr(settings, key) != type(settings).model_fields[key].default)
+
+
 def _key_problems(path: KeyPath, settings: TaskSourceConfig, *, uses_prompt: bool) -> Iterator[Problem]:
     name = settings.source_name
     if name is not None and (not name.strip() or "/" in name):
         message = f"expected a name without '/', since task ids read source/row, got {told(name)}"
         yield Problem(path=(*path, "source_name"), message=message)
-    if "prompt_field" in settings.model_fields_set and settings.type != "reasoning_gym" and not uses_prompt:
+    if is_changed(settings, "prompt_field") and settings.type != "reasoning_gym" and not uses_prompt:
         message = "has no effect because tasks.prompt_template does not use {question} - delete it, or use {question} there"
         yield Problem(path=(*path, "prompt_field"), message=message)
 
