@@ -18,9 +18,9 @@ worker.py             what runs in a worker process
 forkserver.py         the small process from which workers are forked, and which ends them
 monitor.py            names environments that are in one call for far too long
 
-A new environment is one file with a class as base.py says, a subclass of `EnvironmentSettings` (its fields are the `args`) and one line in the
-table of build.py. A bad environment is counted faults of single episodes; only settings, and an environment that cannot be started at all,
-raise.
+A new environment is one file with a class as base.py says, a subclass of `EnvironmentSettings` (its fields are the `args`) and one line
+in the table of build.py. A bad environment is counted faults of single episodes; only settings, and an environment that cannot be started
+at all, raise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an environment offers, and what a reset, a step and a fault are.
 
-An environment speaks text: the policy reads observations and writes actions. The calls are those of gymnasium. What it answers is checked at the
-boundary (boundary.py) and becomes one of the records below; whatever goes wrong becomes an `EnvFault`.
+An environment speaks text: the policy reads observations and writes actions. The calls are those of gymnasium. What it answers is checked
+at the boundary (boundary.py) and becomes one of the records below; whatever goes wrong becomes an `EnvFault`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ FaultKind = Literal["env_timeout", "env_failed", "env_died", "env_closed"]
 class Environment(Protocol):
     """One problem after another, each played in turns of text. Used by one caller at a time.
 
-    `info` may carry `admissible_commands`, `progress`, `success`, `task_type` and `env_id` (see `EnvInfo`); further entries are kept where they
-    are plain data. After a step that ended the episode the next call is `reset`.
+    `info` may carry `admissible_commands`, `progress`, `success`, `task_type` and `env_id` (see `EnvInfo`); further entries are kept
+    where they are plain data. After a step that ended the episode the next call is `reset`.
     """
 
     def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
         """Begin the episode that belongs to the seed: the same seed is the same problem, in every process. Answers (observation, info)."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Act. Answers (observation, reward of this step, terminated, truncated by the step limit, info). An action that makes no sense is no error."""
+        """Act. Answers (observation, reward of this step, terminated, truncated by the step limit, info).
+
+        An action that makes no sense is no error.
+        """
 
     def close(self) -> None:
         """Give back what it holds. Called once."""

@@ -148,7 +148,7 @@ def _observation(value: object, name: str, call: Call) -> str:
 
 def _number(value: object, expected: str, name: str, call: Call) -> float:
     plain = _plain(value)
-    if isinstance(plain, numbers.Real) and not isinstance(plain, bool):
+    if not isinstance(plain, bool) and isinstance(plain, numbers.Real):
         number = float(plain)
         if math.isfinite(number):
             return number
@@ -206,10 +206,10 @@ def _extra(info: Mapping[Any, Any]) -> Mapping[str, str | float | bool]:
         if not isinstance(key, str) or key in _KNOWN:
             continue
         plain = _plain(value)
-        if isinstance(plain, bool) or (isinstance(plain, str) and len(plain) <= LONGEST_OBSERVATION):
-            kept[key] = plain
-        elif isinstance(plain, int | float) and abs(plain) < math.inf:  # no NaN; an int may be too large to be a float, and stays one
-            kept[key] = plain
+        is_text = isinstance(plain, str) and len(plain) <= LONGEST_OBSERVATION
+        is_number = isinstance(plain, int | float) and abs(plain) < math.inf  # no NaN; an int too large to be a float stays one
+        if is_text or is_number:
+            kept[key] = plain  # type: ignore[assignment]  # told by the two lines above
     return MappingProxyType(kept)
 
 

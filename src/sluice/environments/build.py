@@ -66,7 +66,7 @@ def check_environment(config: EnvironmentConfig, where: str = "environment") -> 
 
 
 def environment_problems(config: EnvironmentConfig, path: KeyPath) -> list[Problem]:
-    """All that is wrong with an environment's settings; `path` is where they stand. Imports the module of an import path, builds nothing."""
+    """All that is wrong with an environment's settings; `path` is where they stand. Builds nothing, but imports the module of a path."""
     settings = ENVIRONMENTS.get(config.type)
     if settings is not None:
         return _builtin_problems(settings, config, path)

@@ -1,11 +1,12 @@
-"""A small process of its own from which workers are forked: single-threaded, with the environment's modules imported, so that a new worker takes
-milliseconds and no process that runs torch is ever forked.
+"""A small process of its own from which workers are forked: single-threaded, with the environment's modules imported, so that a new
+worker takes milliseconds and no process that runs torch is ever forked.
 
-It knows nothing of environments: what it imports first and what a worker does are two functions, given by name. Whatever ends it, and the death
-of its parent does, ends its workers: it kills and reaps them and what they started, and when it is itself killed the kernel does (Linux).
+It knows nothing of environments: what it imports first and what a worker does are two functions, given by name. Whatever ends it, and the
+death of its parent does, ends its workers: it kills and reaps them and what they started, and when it is itself killed the kernel does
+(Linux).
 
-`ForkServer` is the pool's side, `main` the process. Commands and reports are records of fixed size; a command to fork carries the worker's end
-of its connection.
+`ForkServer` is the pool's side, `main` the process. Commands and reports are records of fixed size; a command to fork carries the
+worker's end of its connection.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`frozen_lake`: cross a frozen lake from S to G without falling into a hole, in text. Small, fast, and without any package.
 
-The seed makes the map, which always has a way, and the slips. On slippery ice a move goes where it was meant with probability 1/3 and to either
-side with 1/3 each. The reward is 1 for reaching the goal, else 0.
+The seed makes the map, which always has a way, and the slips. On slippery ice a move goes where it was meant with probability 1/3 and to
+either side with 1/3 each. The reward is 1 for reaching the goal, else 0.
 """
 
 from __future__ import annotations

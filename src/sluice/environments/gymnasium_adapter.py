@@ -1,7 +1,7 @@
 """`gymnasium`: an environment of the gymnasium library, by id or as an object, played in text.
 
-Observations become text as they print; actions are names or numbers: "left", "2". A text that is no action costs a step of ours, changes nothing
-and says what would be one: the policy's mistake is no fault.
+Observations become text as they print; actions are names or numbers: "left", "2". A text that is no action costs a step of ours, changes
+nothing and says what would be one: the policy's mistake is no fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs an environment in the caller's own thread: for tests, and for environments that certainly return. Nothing here can stop one that does not."""
+"""Runs an environment in the caller's own thread: for tests, and for what certainly returns. Nothing here can stop one that does not."""
 
 from __future__ import annotations
 

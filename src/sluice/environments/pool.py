@@ -1,7 +1,7 @@
 """Worker processes in which environments run, reused for many episodes. A stuck or dead one is killed and replaced in the background.
 
-A `PooledRunner` holds a worker from `reset` to the end of the episode and gives it back by itself, so that capacity returns with the last step,
-with a fault, with `close` and with the caller's cancel. Runners may outnumber workers: those that come later wait in a row.
+A `PooledRunner` holds a worker from `reset` to the end of the episode and gives it back by itself, so that capacity returns with the last
+step, with a fault, with `close` and with the caller's cancel. Runners may outnumber workers: those that come later wait in a row.
 
 All state changes in callbacks of the event loop, none of which waits. A worker is in one call at a time.
 """
@@ -258,7 +258,9 @@ class EnvironmentPool:
             job.end(EnvFault(kind="env_died", detail=detail, call=job.call, seconds=time.monotonic() - job.since))
         if self.workers_lost & (self.workers_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th: an environment may do it every time
             when = "between calls" if job is None else f"in a {job.call}"
-            _log.warning("a worker of environment %s was lost %s (%d so far): %s; it is replaced", self.config.type, when, self.workers_lost, how)
+            _log.warning(
+                "a worker of environment %s was lost %s (%d so far): %s; it is replaced", self.config.type, when, self.workers_lost, how
+            )
         self._fill()
 
     def _lost_in_call(self) -> None:
@@ -364,9 +366,7 @@ class EnvironmentPool:
             return
         place.is_waiting = True
         delay = START_DELAY_S * 2 ** (place.failed_starts - 1)
-        _log.warning(
-            "a worker of environment %s cannot be started: %s; trying again in %.1f s", self.config.type, place.last_words, delay
-        )
+        _log.warning("a worker of environment %s cannot be started: %s; trying again in %.1f s", self.config.type, place.last_words, delay)
         place.retry = self._running_loop.call_later(delay, self._start, place)
 
     def _retire(self, worker: _Worker, *, kill: bool = True) -> None:

@@ -1,15 +1,15 @@
 """Where an environment runs: the asynchronous face that inline, thread and process share, and what is counted.
 
-A runner plays one episode at a time, for one caller. `reset` and `step` answer with what happened, or with an `EnvFault`; after a fault, or when
-the episode ended, the next call is `reset`, which finds a working environment. The same behaviour of an environment has the same outcome
-wherever it runs, but for what cannot be undone there: an inline call that never returns stops the run, and a thread that never returns is
-abandoned and counted.
+A runner plays one episode at a time, for one caller. `reset` and `step` answer with what happened, or with an `EnvFault`; after a fault,
+or when the episode ended, the next call is `reset`, which finds a working environment. The same behaviour of an environment has the same
+outcome wherever it runs, but for what cannot be undone there: an inline call that never returns stops the run, and a thread that never
+returns is abandoned and counted.
 
 Backpressure:
 
 | who | waits for | unblocked by |
 |---|---|---|
-| `reset`, `step` | the environment's answer | the answer, the time limit, the death of the process, `interrupt`, `close`, the caller's cancel |
+| `reset`, `step` | the environment's answer | the answer, the time limit, its process's death, `interrupt`, `close`, a cancel |
 | `reset` in a pool | a free worker first | an episode that ends, a replaced worker, `close` |
 | `close` | a thread's last words, at most `CLOSE_LIMIT_S` | its end, or the limit |
 """
@@ -53,7 +53,10 @@ class Runner(Protocol):
         """Give everything back. Bounded in time, idempotent; a call that is under way ends as `env_closed`."""
 
     def interrupt(self, why: str) -> None:
-        """End the call that is under way as `env_timeout` with this reason, and replace the environment; nothing when none is. For the loop's thread."""
+        """End the call that is under way as `env_timeout` with this reason, and replace the environment. For the loop's own thread.
+
+        Nothing happens when no call is under way.
+        """
 
 
 class RunnerCounts:
@@ -63,7 +66,7 @@ class RunnerCounts:
         self.episodes = 0  # begun
         self.env_steps = 0  # answered
         self.faults: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {"reset": 0.0, "step": 0.0}
         self.cancelled = 0  # calls whose caller was cancelled
         self.abandoned = 0  # threads left to themselves in a call
 
@@ -127,4 +130,3 @@ class EpisodeState:
             self.is_open, self.env_id = True, answer.info.env_id
         elif isinstance(answer, EnvFault) or answer.is_last:
             self.is_open = False
-

@@ -1,6 +1,7 @@
 """Which problem an episode plays: a seed made of the run's seed, the environment group and the episode, and of nothing else.
 
-All members of an episode get the same one, so that they see the same problem; a run that is repeated or resumed gets the same problems again.
+All members of an episode get the same one, so that they see the same problem; a run that is repeated or resumed gets the same problems
+again.
 """
 
 from __future__ import annotations

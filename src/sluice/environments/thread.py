@@ -62,7 +62,7 @@ class ThreadRunner:
             self._player = None
             player.stop()
             deadline = time.monotonic() + CLOSE_LIMIT_S
-            while player.is_alive() and time.monotonic() < deadline:
+            while player.is_alive() and time.monotonic() < deadline:  # noqa: ASYNC110 - a thread that ends sets no event
                 await asyncio.sleep(0.002)
             if player.is_alive():
                 self._abandoned()
@@ -78,7 +78,9 @@ class ThreadRunner:
     async def _call(self, call: Call, argument: int | str) -> Answer:
         """Have the thread make the call. Waits for its answer; unblocked by it, by the limit, by `interrupt` and `close`."""
         if self.running is not None:
-            raise EnvError(f"environment {self.name}, {call}: expected one call at a time, it is in a {self.running.call} - await that first")
+            raise EnvError(
+                f"environment {self.name}, {call}: expected one call at a time, it is in a {self.running.call} - await that first"
+            )
         loop = asyncio.get_running_loop()
         if self._player is None or not self._player.is_alive():
             self._player = _Player(HeldEnvironment(self.name, self._build), self.name)

@@ -1,8 +1,8 @@
 """What runs in a worker process: build the environment, then make one call after another until the other end hangs up.
 
-Each message is a header with its length, then JSON, in both directions: nothing an environment produces is unpickled in the run's own process. The
-first message of a worker is `{"ready": true}` or `{"failed": why}`; a call is `[number, "reset" | "step", argument]`, its answer
-`[number, what, fields]`.
+Each message is a header with its length, then JSON, in both directions: nothing an environment produces is unpickled in the run's own
+process. The first message of a worker is `{"ready": true}` or `{"failed": why}`; a call is `[number, "reset" | "step", argument]`, its
+answer `[number, what, fields]`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Household: ALFWorld-format tasks in rooms with the real floor plans, played by a fast twin or by ALFWorld's own engine.
 
-These are games of our own on the floor plans that the `alfworld` package ships; they are not the published valid_seen and valid_unseen games,
-which are a download: say so wherever results are compared. Where things lie is drawn at random from ALFWorld's own tables of what may lie where.
+These are games of our own on the floor plans that the `alfworld` package ships; they are not the published valid_seen and valid_unseen
+games, which are a download: say so wherever results are compared. Where things lie is drawn at random from ALFWorld's own tables of what
+may lie where.
 
 facts.py        floor plans, what may lie where and what can be done with it: facts.json, loaded on first use
 facts.json      made from the `alfworld` package by make_facts.py; the twin needs no package at run time

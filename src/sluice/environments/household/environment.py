@@ -104,7 +104,7 @@ class HouseholdSettings(EnvironmentSettings):
         """Import the engine."""
         if self.engine == "alfworld":
             choose_data_folder()
-            import alfworld.agents.environment.alfred_tw_env
+            import alfworld.agents.environment.alfred_tw_env  # noqa: F401
             import textworld.envs.pddl.logic  # noqa: F401
 
     def check(self) -> tuple[KeyPath, str] | None:

@@ -1,7 +1,7 @@
 """Plays well with what it has seen: for demonstrations, for tests, and to say what can be reached.
 
-It knows what a player knows: the room's receptacles and the goal from the first observation, what lies where it has looked, what it holds. It
-searches where the thing may lie, open places first, and reaches about 95 % of the goals within 30 steps.
+It knows what a player knows: the room's receptacles and the goal from the first observation, what lies where it has looked, what it
+holds. It searches where the thing may lie, open places first, and reaches about 95 % of the goals within 30 steps.
 """
 
 from __future__ import annotations

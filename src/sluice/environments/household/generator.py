@@ -1,7 +1,7 @@
 """Draws games: split, task type, floor plan, size and seed give always the same game.
 
-Every room has its real receptacles and its real classes of things; where a thing lies is drawn among the receptacles that may hold it. The thing
-of the goal is laid anew, so that nothing is solved at the start.
+Every room has its real receptacles and its real classes of things; where a thing lies is drawn among the receptacles that may hold it.
+The thing of the goal is laid anew, so that nothing is solved at the start.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def make_facts() -> dict[str, Any]:
         have = {kind_of(place) for place in receptacles}
         for kind in sorted((objects & fixed) - have):
             base = kind.removesuffix("Basin")
-            for copy in range(WITHOUT_PLACE.get(kind, 1)):
-                receptacles.append(f"{base}|+00.00|+00.00|+{copy:05.2f}" + (f"|{kind}" if base != kind else ""))
+            last = f"|{kind}" if base != kind else ""
+            receptacles += [f"{base}|+00.00|+00.00|+{copy:05.2f}{last}" for copy in range(WITHOUT_PLACE.get(kind, 1))]
         plans[str(number)] = {
             "kind": next(kind for kind, numbers in constants.SCENE_TYPE.items() if number in numbers),
             "is_test": number in constants.TEST_SCENE_NUMBERS,
@@ -63,9 +63,10 @@ def make_facts() -> dict[str, Any]:
         "rooms": {task: sorted(constants.GOALS_VALID[task]) for task in TASK_TYPES},
         "templates": {task: goal_library.gdict[task]["templates"] for task in TASK_TYPES},
         "can_hold": can_hold,
-        "openable": sorted((set(constants.OPENABLE_CLASS_LIST) & fixed)),
+        "openable": sorted(set(constants.OPENABLE_CLASS_LIST) & fixed),
         "does": {
-            key.lower(): sorted(name for name in names if "Sliced" not in name) for key, names in sorted(constants.VAL_ACTION_OBJECTS.items())
+            key.lower(): sorted(name for name in names if "Sliced" not in name)
+            for key, names in sorted(constants.VAL_ACTION_OBJECTS.items())
         },
         "floor_plans": plans,
     }

@@ -1,6 +1,7 @@
 """Writes a game as ALFWorld reads it: the problem in PDDL, the domain and the grammar of texts from the `alfworld` package.
 
-`game_data` is what a game.tw-pddl file holds; `write_game` makes one, with the traj_data.json beside it that ALFWorld's own loader looks for.
+`game_data` is what a game.tw-pddl file holds; `write_game` makes one, with the traj_data.json beside it that ALFWorld's own loader looks
+for.
 """
 
 from __future__ import annotations

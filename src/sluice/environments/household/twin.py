@@ -1,8 +1,8 @@
 """The twin: the texts, commands and effects of ALFWorld's engine in plain Python, some hundred times as fast.
 
-It is held to the engine by a differential test: the same game, the same commands, letter for letter the same observations and admissible commands.
-Some of what it does looks odd and is the engine's own: only what is held can be examined, heating and cooling need no open door, going to where
-one is is no command, and a lamp is turned on each time it is used.
+It is held to the engine by a differential test: the same game, the same commands, letter for letter the same observations and admissible
+commands. Some of what it does looks odd and is the engine's own: only what is held can be examined, heating and cooling need no open
+door, going to where one is is no command, and a lamp is turned on each time it is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sluice.environments.household.goals import is_reached
 
 NOTHING: Final = "Nothing happens."
 HELP: Final = (
-    "\nAvailable commands:\n"
+    "Available commands:\n"
     "  look:                             look around your current location\n"
     "  inventory:                        check your current inventory\n"
     "  go to (receptacle):               move to a receptacle\n"
