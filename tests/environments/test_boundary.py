@@ -30,7 +30,9 @@ class Answers:
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner, inner, inner, inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner, inner, inner, inner)
+    ),
     max_leaves=8,
 )
 INFOS = st.dictionaries(st.sampled_from(["admissible_commands", "progress", "success", "task_type", "env_id", "x"]), ANYTHING)
@@ -64,7 +66,9 @@ def test_a_wrong_answer_is_an_error_that_names_environment_and_call(wrong) -> No
 
 
 def test_a_wrong_reset_is_one_too() -> None:
-    with pytest.raises(SluiceError, match=r"^environment maze, reset: expected a tuple \(observation, info\), got 'text without info' \(str\)"):
+    with pytest.raises(
+        SluiceError, match=r"^environment maze, reset: expected a tuple \(observation, info\), got 'text without info' \(str\)"
+    ):
         call_reset(Obedient(), 667, "maze")
 
 

@@ -22,7 +22,9 @@ LONG_S = 60.0  # nothing in these tests takes so long: it is there to fail inste
 WHERE = ("inline", "thread", "process")
 
 # What an environment does, in words that every place can survive.
-ACTIONS = st.sampled_from(["", "go on", "end", "raise", "exit", "interrupt", "wrong list", "wrong reward nan", "numpy", "x" * 20_000, "\ud800 \0"])
+ACTIONS = st.sampled_from(
+    ["", "go on", "end", "raise", "exit", "interrupt", "wrong list", "wrong reward nan", "numpy", "x" * 20_000, "\ud800 \0"]
+)
 
 
 def config(run_in: str = "inline", **changes: Any) -> EnvironmentConfig:

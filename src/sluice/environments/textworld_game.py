@@ -5,6 +5,7 @@ The game is the problem; a seed only picks one of the files. A game whose proces
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +37,9 @@ class TextWorldGame:
         if file != self._loaded:
             self.close()
             infos = textworld.EnvInfos(admissible_commands=True, won=True, lost=True, score=True, max_score=True)
-            self._env = textworld.start(str(file), infos)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the interpreter, that it does not know the game: TextWorld itself keeps the score
+                self._env = textworld.start(str(file), infos)
             self._loaded = file
         state = self._env.reset()
         self._score, self._steps = 0.0, 0

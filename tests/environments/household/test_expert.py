@@ -24,11 +24,18 @@ def play(house: House) -> list[str]:
 
 @pytest.mark.parametrize("split", ["train", "unseen"])
 @pytest.mark.parametrize("task_type", TASK_TYPES)
-def test_it_reaches_nine_of_ten_goals_of_every_type(task_type, split) -> None:
-    houses = [House(seeded_game(seed, split, "small", (task_type,))) for seed in range(60)]
+def test_it_reaches_most_goals_of_every_type(task_type, split) -> None:
+    assert share_won([House(seeded_game(seed, split, "small", (task_type,))) for seed in range(60)]) >= 0.85
+
+
+def test_it_reaches_nineteen_of_twenty_goals() -> None:
+    assert share_won([House(seeded_game(seed)) for seed in range(400)]) >= 0.95
+
+
+def share_won(houses: list[House]) -> float:
     for house in houses:
         play(house)
-    assert sum(house.is_won for house in houses) >= 54 - 3
+    return sum(house.is_won for house in houses) / len(houses)
 
 
 @given(st.integers(0, 10_000))

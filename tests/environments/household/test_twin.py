@@ -52,7 +52,10 @@ def test_things_are_never_lost_and_admissible_commands_do_something(seed: int, r
         assert list(house.admissible()) == sorted(set(house.admissible()))
 
 
-@given(SEEDS, st.text() | st.sampled_from(["", "go to", "go to ", "go to nowhere 1", "take", "open", "use", "go  to fridge 1", "look at", "LOOK"]))
+@given(
+    SEEDS,
+    st.text() | st.sampled_from(["", "go to", "go to ", "go to nowhere 1", "take", "open", "use", "go  to fridge 1", "look at", "LOOK"]),
+)
 def test_what_is_not_admissible_changes_nothing(seed: int, command: str) -> None:
     house = House(seeded_game(seed, size="tiny"))
     before = house.admissible()
