@@ -151,6 +151,36 @@ def test_a_member_that_waits_for_a_worker_can_be_cancelled() -> None:
     run(test)
 
 
+def test_closing_a_member_that_waits_for_a_worker_ends_its_wait() -> None:
+    async def test(pool: EnvironmentPool) -> None:
+        holder, waiting, last = pool.runner(), pool.runner(), pool.runner()
+        await holder.reset(1)
+        calls = [asyncio.create_task(waiting.reset(2)), asyncio.create_task(last.reset(3))]
+        await asyncio.sleep(0)
+        await waiting.close()
+        fault = await calls[0]
+        assert isinstance(fault, EnvFault)
+        assert fault.kind == "env_closed"
+        await holder.step("end")
+        assert isinstance(await calls[1], EnvReset)
+
+    run(test)
+
+
+def test_closing_in_the_moment_a_worker_is_given_loses_no_worker() -> None:
+    async def test(pool: EnvironmentPool) -> None:
+        holder, waiting = pool.runner(), pool.runner()
+        await holder.reset(1)
+        call = asyncio.create_task(waiting.reset(2))
+        await asyncio.sleep(0)
+        await holder.close()  # the worker is given, the waiting task has not run yet
+        await waiting.close()
+        assert isinstance(await call, EnvFault)
+        assert isinstance(await pool.runner().reset(3), EnvReset)
+
+    run(test)
+
+
 def test_a_cancel_in_the_moment_a_worker_is_given_loses_no_worker() -> None:
     async def test(pool: EnvironmentPool) -> None:
         holder, waiting = pool.runner(), pool.runner()

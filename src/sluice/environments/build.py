@@ -109,10 +109,6 @@ def _builtin_problems(settings: type[EnvironmentSettings], config: EnvironmentCo
         return [Problem(path=(*at, *problem[0]), message=problem[1])]
     missing = [name for name in built.needed() if importlib.util.find_spec(name) is None]
     if missing:
-        message = f"the environment '{config.type}' needs the package {missing[0]} - {_install(settings, missing[0])}"
+        message = f"the environment '{config.type}' needs the package {missing[0]} - install sluice-rl[agentic]"
         return [Problem(path=(*path, "type"), message=message)]
     return []
-
-
-def _install(settings: type[EnvironmentSettings], package: str) -> str:
-    return f"install sluice-rl[{settings.extra}]" if settings.extra else f"install {package}"

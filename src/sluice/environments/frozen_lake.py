@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -141,8 +141,6 @@ class FrozenLake:
 
 class FrozenLakeSettings(EnvironmentSettings):
     """Size and ice."""
-
-    extra: ClassVar[str] = ""
 
     size: int = Field(default=4, ge=2, le=64)  # fields in a row
     hole_share: float = Field(default=0.25, ge=0, le=1)  # of all fields; fewer where more would leave no way

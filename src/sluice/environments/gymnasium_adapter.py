@@ -106,7 +106,6 @@ class GymnasiumSettings(EnvironmentSettings):
     """A registered gymnasium environment."""
 
     packages: ClassVar[tuple[str, ...]] = ("gymnasium",)
-    extra: ClassVar[str] = ""  # not among our extras: `pip install gymnasium`
 
     id: str = Field(min_length=1)  # as for gymnasium.make; "module:Name-v0" imports the module first
     kwargs: dict[str, Any] = Field(default_factory=dict)  # for gymnasium.make

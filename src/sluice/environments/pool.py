@@ -77,8 +77,8 @@ class EnvironmentPool:
         """A runner that plays its episodes in this pool."""
         return PooledRunner(self)
 
-    async def acquire(self) -> _Worker | None:
-        """An idle worker, which the caller then holds; None when the pool is closed. Cancel-safe.
+    def request(self) -> asyncio.Future[_Worker | None]:
+        """Ask for a worker, which the caller then holds; None: there is none, the pool is closed. Whoever leaves calls `withdraw`.
 
         Raises:
             EnvError: no worker can be started any more, or the pool belongs to another event loop.
@@ -86,18 +86,21 @@ class EnvironmentPool:
         self._attach()
         if self._broken is not None:
             raise EnvError(self._broken)
+        request: asyncio.Future[_Worker | None] = asyncio.get_running_loop().create_future()
         if self._closed:
-            return None
-        if self._idle:
-            return self._idle.pop()
-        place: asyncio.Future[_Worker | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None and (worker := place.result()) is not None:
-                self._offer(worker)  # it came in the same moment
-            raise
+            request.set_result(None)
+        elif self._idle:
+            request.set_result(self._idle.pop())
+        else:
+            self._waiting.append(request)
+        return request
+
+    def withdraw(self, request: asyncio.Future[_Worker | None]) -> None:
+        """The worker asked for is not wanted any more; one that came in the same moment is given back."""
+        if not request.done():
+            request.set_result(None)
+        elif not request.cancelled() and request.exception() is None and (worker := request.result()) is not None:
+            self.release(worker)
 
     def ask(self, worker: _Worker, call: Call, argument: int | str) -> asyncio.Future[Answer]:
         """Have a held worker make a call; the answer comes within the time limit."""
@@ -147,7 +150,7 @@ class EnvironmentPool:
             **self.counts.metrics(),
             "env/workers_alive": float(sum(worker.is_ready for worker in self._by_id.values())),
             "env/workers_lost": float(self.workers_lost),
-            "env/waiting": float(sum(not place.done() for place in self._waiting)),
+            "env/waiting": float(sum(not request.done() for request in self._waiting)),
         }
 
     # ------------------------------------------------------------ what workers do
@@ -160,9 +163,9 @@ class EnvironmentPool:
             self._fill()
             return
         while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(worker)
+            request = self._waiting.popleft()
+            if not request.done():
+                request.set_result(worker)
                 return
         self._idle.append(worker)
 
@@ -410,13 +413,13 @@ class EnvironmentPool:
         self._server.stop()
         for job in jobs:
             job.end(closed(job.call, self.config.type))
-        for waiting in self._waiting:
-            if waiting.done():
+        for request in self._waiting:
+            if request.done():
                 continue
             if self._broken is None:
-                waiting.set_result(None)
+                request.set_result(None)
             else:
-                waiting.set_exception(EnvError(self._broken))
+                request.set_exception(EnvError(self._broken))
         self._waiting.clear()
 
 
@@ -430,6 +433,7 @@ class PooledRunner:
         self._pool = pool
         self._episode = EpisodeState()
         self._worker: _Worker | None = None  # held while an episode is open or a call under way
+        self._request: asyncio.Future[_Worker | None] | None = None  # for a worker, while waiting for one
         self._is_busy = False
         self._closed = False
 
@@ -443,9 +447,8 @@ class PooledRunner:
         try:
             self._episode.begin(seed)
             if not self._closed and self._worker is None:
-                self._worker = await self._pool.acquire()
+                self._worker = await self._next_worker()
             if self._closed or self._worker is None:
-                self._let_go()
                 return cast(EnvReset | EnvFault, self._ended(closed("reset", self.name)))
             return cast(EnvReset | EnvFault, await self._call(self._worker, "reset", seed))
         finally:
@@ -464,6 +467,8 @@ class PooledRunner:
     async def close(self) -> None:
         """Give the worker back."""
         self._closed = True
+        if self._request is not None:
+            self._pool.withdraw(self._request)
         worker, running = self._worker, self.running
         if worker is not None and running is not None and worker.job is not None:
             job = worker.job
@@ -478,6 +483,18 @@ class PooledRunner:
             call, seconds = self.running.call, time.monotonic() - self.running.since
             detail = f"environment {self.name}, {call}: {why}"
             self._pool.end_call(self._worker, EnvFault(kind="env_timeout", detail=detail, call=call, seconds=seconds))
+
+    async def _next_worker(self) -> _Worker | None:
+        """Waits for a worker; unblocked by one, by the end of the pool and by `close`."""
+        request = self._request = self._pool.request()
+        try:
+            worker = await asyncio.shield(request)  # shielded: a cancel must not lose a worker that comes in the same moment
+            return None if self._closed else worker
+        except asyncio.CancelledError:
+            self._pool.withdraw(request)
+            raise
+        finally:
+            self._request = None
 
     async def _call(self, worker: _Worker, call: Call, argument: int | str) -> Answer:
         self.running = RunningCall(call=call, since=time.monotonic(), env_id=self._episode.env_id, seed=self._episode.seed)

@@ -41,8 +41,7 @@ class EnvMonitorConfig(Section):
 class EnvironmentSettings(Section):
     """Base of the environments that have a name: the fields of the class are the `args` of the configuration, checked while loading."""
 
-    packages: ClassVar[tuple[str, ...]] = ()  # modules that must be installed; found out without importing them
-    extra: ClassVar[str] = "agentic"  # the extra of sluice-rl that brings them
+    packages: ClassVar[tuple[str, ...]] = ()  # modules that must be installed, by the extra `agentic`; found out without importing them
 
     def build(self) -> Environment:
         """Make the environment. May import and may take long: it is called where the environment runs."""

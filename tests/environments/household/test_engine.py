@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.environments import build_environment
+from sluice.environments import EnvironmentHost, build_environment
 from sluice.environments.boundary import call_reset, call_step
 from sluice.environments.household.engine import AlfworldEngine, choose_data_folder
 from sluice.environments.household.expert import Expert
@@ -136,6 +137,18 @@ def test_the_environment_tells_the_same_with_either_engine() -> None:
             break
     for environment in both:
         environment.close()
+
+
+def test_the_engine_plays_in_a_worker_process() -> None:
+    async def play() -> None:
+        args = {"size": "tiny", "engine": "alfworld"}
+        async with asyncio.timeout(100), EnvironmentHost({"type": "household", "args": args, "workers": 1}) as host:
+            runner = host.runner()
+            told = [await runner.reset(11), await runner.step("look"), await runner.step("x" * 100_000)]
+            assert told[0].observation == seeded_game(11, size="tiny").intro
+            assert [step.observation for step in told[1:]] == [House(seeded_game(11, size="tiny")).step("look"), "Nothing happens."]
+
+    asyncio.run(play())
 
 
 def test_a_written_game_is_found_by_alfworlds_own_loader(tmp_path: Path) -> None:

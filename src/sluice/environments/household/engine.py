@@ -47,7 +47,7 @@ class AlfworldEngine:
     def reset(self, game: Game) -> str:
         """Begin the game; loading it takes a second or so, beginning the same one again much less."""
         with self._at_play():
-            if game is not self._game:
+            if game != self._game:
                 self._game = None
                 if self._memory is not None:
                     self._memory.forget_game()
