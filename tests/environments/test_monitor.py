@@ -90,7 +90,7 @@ def test_a_call_that_blocks_the_event_loop_is_named_too(caplog) -> None:
             runner = host.runner()
             await runner.reset(1)
             await runner.step("sleep 1")
-            assert host.metrics()["env/hung"] == 1
+            assert host.metrics()["env/hung"] >= 1  # on a busy machine the reset may take long as well
 
     asyncio.run(test())
     assert "environment tests.environments.environments_for_tests.Obedient (problem 1) is in one step" in caplog.text

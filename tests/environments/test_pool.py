@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from sluice.environments import EnvFault, EnvironmentConfig, EnvironmentPool, EnvReset, EnvStep, PooledRunner
+from sluice.environments import pool as pool_module
 from sluice.errors import EnvError
 from tests.environments.environments_for_tests import HERE
 
@@ -196,7 +197,9 @@ def test_a_cancel_in_the_moment_a_worker_is_given_loses_no_worker() -> None:
     run(test)
 
 
-def test_a_cancelled_call_that_ends_soon_keeps_its_worker() -> None:
+def test_a_cancelled_call_that_ends_soon_keeps_its_worker(monkeypatch) -> None:
+    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", LONG_S)
+
     async def test(pool: EnvironmentPool) -> None:
         runner = pool.runner()
         first = await pid(runner)
@@ -232,8 +235,6 @@ def test_a_printing_environment_disturbs_nothing() -> None:
 
 @pytest.mark.parametrize(("build", "why"), [("raise", "it was told not to be built"), ("exit", "exit code 3")])
 def test_an_environment_that_never_starts_is_an_error_that_says_why(build: str, why: str, monkeypatch) -> None:
-    from sluice.environments import pool as pool_module
-
     monkeypatch.setattr(pool_module, "START_DELAY_S", 0.01)
 
     async def test(pool: EnvironmentPool) -> None:

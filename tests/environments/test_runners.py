@@ -107,6 +107,20 @@ def test_a_step_limit_of_the_environment_is_an_ordinary_end(hosts: Hosts, run_in
 
 
 @pytest.mark.parametrize("run_in", WHERE)
+def test_an_environment_that_never_ends_is_ended_by_the_runner(run_in: str) -> None:
+    async def test() -> None:
+        async with EnvironmentHost(config(run_in, args={}, max_steps=3)) as host:
+            runner = host.runner()
+            for _ in range(2):
+                await runner.reset(1)
+                steps = [await runner.step("go on") for _ in range(4)]
+                assert [isinstance(step, EnvStep) and step.truncated for step in steps] == [False, False, True, False]
+                assert isinstance(steps[3], EnvFault)
+
+    run(test)
+
+
+@pytest.mark.parametrize("run_in", WHERE)
 def test_a_fault_ends_the_episode_and_names_the_problem(hosts: Hosts, run_in: str) -> None:
     told = hosts.play(run_in, 4, ["raise", "go on"])
     assert (told[1].kind, told[1].call, told[1].env_id) == ("env_failed", "step", "problem 4")
@@ -174,7 +188,6 @@ def test_a_call_that_hangs_ends_at_its_limit_and_the_next_episode_works(run_in: 
             assert isinstance(await runner.step("go on"), EnvFault)
             if call == "step":
                 assert isinstance(await runner.reset(2), EnvReset)
-                assert isinstance(await runner.step("go on"), EnvStep)
 
     run(test)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
@@ -23,7 +22,7 @@ class InlineRunner:
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
         self._held = HeldEnvironment(config.type, build)
-        self._episode = EpisodeState()
+        self._episode = EpisodeState(config.max_steps)
         self._closed = False
 
     async def reset(self, seed: int) -> EnvReset | EnvFault:
@@ -60,8 +59,6 @@ class InlineRunner:
         return answer
 
     def _ended(self, answer: Answer) -> Answer:
-        if isinstance(answer, EnvFault):
-            answer = replace(answer, env_id=self._episode.env_id)
-        self._episode.after(answer)
+        answer = self._episode.after(answer)
         self.counts.answered(answer)
         return answer

@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any, Final, cast
 
 from sluice.environments.base import Call, EnvFault, EnvReset, EnvStep
@@ -431,7 +430,7 @@ class PooledRunner:
         self.name = pool.config.type
         self.running: RunningCall | None = None
         self._pool = pool
-        self._episode = EpisodeState()
+        self._episode = EpisodeState(pool.config.max_steps)
         self._worker: _Worker | None = None  # held while an episode is open or a call under way
         self._request: asyncio.Future[_Worker | None] | None = None  # for a worker, while waiting for one
         self._is_busy = False
@@ -514,9 +513,7 @@ class PooledRunner:
         self._is_busy = True
 
     def _ended(self, answer: Answer) -> Answer:
-        if isinstance(answer, EnvFault):
-            answer = replace(answer, env_id=self._episode.env_id)
-        self._episode.after(answer)
+        answer = self._episode.after(answer)
         self._pool.counts.answered(answer)
         if not self._episode.is_open:
             self._let_go()

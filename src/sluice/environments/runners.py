@@ -17,10 +17,11 @@ Backpressure:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from sluice.environments.base import Call, EnvFault, EnvReset, EnvStep
+from sluice.environments.boundary import Answer
 
 CLOSE_LIMIT_S: Final = 1.0  # how long `close` waits for an environment that runs in a thread
 
@@ -70,7 +71,7 @@ class RunnerCounts:
         self.cancelled = 0  # calls whose caller was cancelled
         self.abandoned = 0  # threads left to themselves in a call
 
-    def answered(self, answer: EnvReset | EnvStep | EnvFault) -> None:
+    def answered(self, answer: Answer) -> None:
         """One call ended."""
         if isinstance(answer, EnvFault):
             self.faults[answer.kind] += 1
@@ -115,18 +116,28 @@ def closed(call: Call, name: str, env_id: str | None = None) -> EnvFault:
 class EpisodeState:
     """What every runner remembers of the episode it plays."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int | None) -> None:
+        """No episode yet; one is truncated after `max_steps` steps (None: whenever the environment says)."""
         self.is_open = False  # whether a step may follow
         self.env_id: str | None = None
         self.seed = 0
+        self._max_steps = max_steps
+        self._steps = 0
 
     def begin(self, seed: int) -> None:
         """A reset was asked for."""
-        self.is_open, self.env_id, self.seed = False, None, seed
+        self.is_open, self.env_id, self.seed, self._steps = False, None, seed, 0
 
-    def after(self, answer: EnvReset | EnvStep | EnvFault) -> None:
-        """A call was answered."""
+    def after(self, answer: Answer) -> Answer:
+        """A call was answered: the answer as the caller gets it, with the problem's name on a fault and the end at the limit on a step."""
         if isinstance(answer, EnvReset):
             self.is_open, self.env_id = True, answer.info.env_id
-        elif isinstance(answer, EnvFault) or answer.is_last:
+            return answer
+        if isinstance(answer, EnvFault):
             self.is_open = False
+            return replace(answer, env_id=self.env_id)
+        self._steps += 1
+        if self._max_steps is not None and self._steps >= self._max_steps and not answer.terminated:
+            answer = replace(answer, truncated=True)
+        self.is_open = not answer.is_last
+        return answer

@@ -18,6 +18,7 @@ class EnvironmentConfig(Section):
 
     type: str = Field(min_length=1)  # name in the table of build.py, or an import path package.module.Class
     args: dict[str, Any] = Field(default_factory=dict)  # the settings of that environment
+    max_steps: int | None = Field(default=None, ge=1)  # then an episode is truncated, whatever the environment says; None: only it says
     run_in: Literal["inline", "thread", "process"] = "process"  # inline: only what certainly returns; thread: cannot be killed
     workers: int = Field(default=2, ge=1, le=MOST_WORKERS)  # processes; each plays one episode at a time
     episodes_per_worker: int | None = Field(default=None, ge=1)  # then its process is replaced, for engines that leak; None: never

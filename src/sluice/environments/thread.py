@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
@@ -34,7 +33,7 @@ class ThreadRunner:
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
         self._build = build
-        self._episode = EpisodeState()
+        self._episode = EpisodeState(config.max_steps)
         self._player: _Player | None = None
         self._answer: asyncio.Future[Answer] | None = None  # of the call that is under way
         self._closed = False
@@ -141,9 +140,7 @@ class ThreadRunner:
             )
 
     def _ended(self, answer: Answer) -> Answer:
-        if isinstance(answer, EnvFault):
-            answer = replace(answer, env_id=self._episode.env_id)
-        self._episode.after(answer)
+        answer = self._episode.after(answer)
         self.counts.answered(answer)
         return answer
 
