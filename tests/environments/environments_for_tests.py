@@ -80,6 +80,8 @@ class Obedient:
             time.sleep(float(rest))
         if word == "die":
             os._exit(7)
+        if word == "doomed":
+            threading.Timer(0.05, os._exit, (9,)).start()
         if word == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "fork":

@@ -71,6 +71,32 @@ def test_a_process_that_dies_is_a_fault_and_is_replaced(action: str, how: str) -
     run(test)
 
 
+def test_a_process_that_dies_between_two_calls_is_one_as_well() -> None:
+    async def test(pool: EnvironmentPool) -> None:
+        runner = pool.runner()
+        await runner.reset(1)
+        assert isinstance(await runner.step("doomed"), EnvStep)
+        await until(lambda: pool.metrics()["env/workers_lost"] == 1)
+        fault = await runner.step("go on")
+        assert isinstance(fault, EnvFault)
+        assert (fault.kind, fault.env_id) == ("env_died", "problem 1")
+        assert isinstance(await runner.reset(2), EnvReset)
+
+    run(test)
+
+
+def test_a_step_after_the_pool_was_closed_is_told_so() -> None:
+    async def test(pool: EnvironmentPool) -> None:
+        runner = pool.runner()
+        await runner.reset(1)
+        await pool.close()
+        fault = await runner.step("go on")
+        assert isinstance(fault, EnvFault)
+        assert fault.kind == "env_closed"
+
+    run(test)
+
+
 def test_a_process_that_dies_in_reset_is_one_too() -> None:
     async def test(pool: EnvironmentPool) -> None:
         fault = await pool.runner().reset(669)

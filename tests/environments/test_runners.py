@@ -299,6 +299,11 @@ def test_wrong_settings_raise_before_anything_starts() -> None:
         EnvironmentHost({"type": "frozen_like"})
 
 
+def test_a_builder_cannot_be_sent_to_a_process() -> None:
+    with pytest.raises(ConfigError, match="expected inline or thread"):
+        EnvironmentHost({"type": "mine"}, build=object)
+
+
 def test_an_environment_given_as_a_builder_needs_no_name() -> None:
     from tests.environments.environments_for_tests import Obedient
 

@@ -38,6 +38,7 @@ from sluice.environments.runners import Runner, RunnerCounts, RunningCall
 from sluice.environments.seeds import episode_seed
 from sluice.environments.settings import EnvironmentConfig, EnvironmentSettings, EnvMonitorConfig
 from sluice.environments.thread import ThreadRunner
+from sluice.errors import ConfigError
 
 __all__ = [
     "ENVIRONMENTS",
@@ -71,6 +72,8 @@ __all__ = [
 class EnvironmentHost:
     """Makes the runners that a configuration asks for, watches them and counts for all of them.
 
+    Make as many runners as members play at once, and reuse them: each is kept until the host is closed.
+
     `async with EnvironmentHost(config) as host: runner = host.runner()`.
     """
 
@@ -85,7 +88,7 @@ class EnvironmentHost:
         Args:
             config: which environment, and where it runs.
             monitor: who watches; None: with the defaults.
-            build: makes the environment, instead of what `type` names; not in worker processes.
+            build: makes the environment, instead of what `type` names; for inline and thread.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -94,6 +97,11 @@ class EnvironmentHost:
         self.config = read_config(config)
         if build is None:
             check_environment(self.config)
+        elif self.config.run_in == "process":
+            raise ConfigError(
+                "environment.run_in: expected inline or thread for an environment given by `build`, got process - "
+                "worker processes find it by import path: name its class in `type`"
+            )
         self.counts = RunnerCounts()
         self.monitor = EnvMonitor(monitor or EnvMonitorConfig())
         self._build = build or (lambda: build_environment(self.config))

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 from sluice.environments.base import Call, EnvFault, EnvInfo, Environment, EnvReset, EnvStep
 from sluice.errors import EnvError
 
+INFO_KEYS: Final = frozenset({"admissible_commands", "progress", "success", "task_type", "env_id"})  # those with a meaning
 LONGEST_ACTION: Final = 8_192  # characters that reach the environment: far beyond any command, so that cutting makes no valid one
 LONGEST_OBSERVATION: Final = 1_000_000  # characters, of the admissible commands together as well: more than any policy can read
 DETAIL_CHARS: Final = 600  # longest text kept of one fault: enough for a person, bounded for a run with a million of them
@@ -189,9 +190,6 @@ def _info(info: object, name: str, call: Call) -> EnvInfo:
     )
 
 
-_KNOWN: Final = frozenset({"admissible_commands", "progress", "success", "task_type", "env_id"})
-
-
 def _text(info: Mapping[Any, Any], key: str, name: str, call: Call) -> str | None:
     value = info.get(key)
     if value is not None and not isinstance(value, str):
@@ -203,7 +201,7 @@ def _extra(info: Mapping[Any, Any]) -> Mapping[str, str | float | bool]:
     """What else it says, as far as it is a text, a finite number or a truth value; objects stay with the environment."""
     kept: dict[str, str | float | bool] = {}
     for key, value in info.items():
-        if not isinstance(key, str) or key in _KNOWN:
+        if not isinstance(key, str) or key in INFO_KEYS:
             continue
         plain = _plain(value)
         is_text = isinstance(plain, str) and len(plain) <= LONGEST_OBSERVATION

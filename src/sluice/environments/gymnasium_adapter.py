@@ -13,6 +13,7 @@ from pydantic import Field
 
 from sluice.config.problems import KeyPath
 from sluice.environments.base import Environment
+from sluice.environments.boundary import INFO_KEYS
 from sluice.environments.settings import EnvironmentSettings
 from sluice.errors import EnvError
 
@@ -99,7 +100,8 @@ class GymnasiumEnvironment:
         self._env.close()
 
     def _info(self, info: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"env_id": f"{self._name}/{self._seed}", **info, "admissible_commands": self._commands}
+        theirs = {key: value for key, value in info.items() if key not in INFO_KEYS}  # what we call progress need not be theirs
+        return {**theirs, "env_id": f"{self._name}/{self._seed}", "admissible_commands": self._commands}
 
 
 class GymnasiumSettings(EnvironmentSettings):

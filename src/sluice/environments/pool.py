@@ -57,7 +57,7 @@ class EnvironmentPool:
         check_environment(config)
         self.config = config
         self.counts = RunnerCounts() if counts is None else counts
-        self.workers_lost = 0  # that died or were killed in a call
+        self.workers_lost = 0  # that died, or were killed in a call that somebody waited for
         self._import_path = [os.getcwd() if entry == "" else str(entry) for entry in sys.path]
         self._folder = os.getcwd()
         self._places = [_Place() for _ in range(config.workers)]
@@ -104,6 +104,10 @@ class EnvironmentPool:
     def ask(self, worker: _Worker, call: Call, argument: int | str) -> asyncio.Future[Answer]:
         """Have a held worker make a call; the answer comes within the time limit."""
         job = _Job(self._new_id(), call, self._running_loop.create_future())
+        if worker.id not in self._by_id:  # it ended while it was held
+            detail = f"environment {self.config.type}, {call}: its process ended before this call"
+            job.end(closed(call, self.config.type) if self._closed else EnvFault(kind="env_died", detail=detail, call=call))
+            return job.answer
         worker.job = job
         limit_s = self.config.limit_s(call)
         if limit_s is not None:
@@ -127,7 +131,7 @@ class EnvironmentPool:
         """End the call that a worker is in with this fault, kill it and replace it."""
         job = worker.job
         if job is not None and worker.id in self._by_id:
-            self._lost_in_call()
+            self.workers_lost += 1
             self._retire(worker)
             job.end(fault)
             self._fill()
@@ -254,7 +258,7 @@ class EnvironmentPool:
             worker.place.last_words = worker.place.last_words or how
             self._start_failed(worker.place)
             return
-        self._lost_in_call()
+        self.workers_lost += 1
         if job is not None:
             detail = f"environment {self.config.type}, {job.call}: its process ended: {how}"
             job.end(EnvFault(kind="env_died", detail=detail, call=job.call, seconds=time.monotonic() - job.since))
@@ -264,9 +268,6 @@ class EnvironmentPool:
                 "a worker of environment %s was lost %s (%d so far): %s; it is replaced", self.config.type, when, self.workers_lost, how
             )
         self._fill()
-
-    def _lost_in_call(self) -> None:
-        self.workers_lost += 1
 
     def _on_server_gone(self) -> None:
         """The fork server was killed, or a module ended it while it was being imported. Its workers end with it."""
