@@ -1,12 +1,13 @@
-"""Generating while the trainer steps: how far ahead, how old, and what new weights do to responses under way. Small enough for pencil and paper.
+"""Generating while the trainer steps: how far ahead, how old, and what new weights do to responses under way.
 
-In all of them a batch of n groups is wanted, groups are numbered in the order of their launch, and `step()` is publish and step of a trainer.
+Small enough for pencil and paper: groups are numbered in the order of their launch, and `step()` is publish and step of a trainer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -115,8 +116,9 @@ def test_the_last_batch_leaves_nothing_behind_that_is_replaced_for_nobody() -> N
     assert player.scheduler.ledger.groups_launched == launched
 
 
-@given(ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0]), groups=st.integers(1, 6), data=st.data())
-def test_groups_under_way_and_waiting_never_exceed_the_batch_and_the_steps_ahead(ratio: float, groups: int, data: st.DataObject) -> None:
+@given(ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0]), groups=st.integers(1, 6), seed=st.integers(0, 1_000_000))
+def test_groups_under_way_and_waiting_never_exceed_the_batch_and_the_steps_ahead(ratio: float, groups: int, seed: int) -> None:
+    chance = random.Random(seed)
     player = player_of(ratio, max_resample_rounds=1000)
     ahead = math.ceil(Fraction(ratio) * groups)
     for step in range(4):
@@ -124,8 +126,7 @@ def test_groups_under_way_and_waiting_never_exceed_the_batch_and_the_steps_ahead
         while len(player.batches) == step:
             buffer = player.scheduler.buffer
             assert buffer.running + buffer.committed == groups + ahead
-            group_id = data.draw(st.sampled_from(player.open_group_ids()))
-            player.finish_group(group_id, data.draw(st.sampled_from([MIXED, MIXED, SAME])))
+            player.finish_group(chance.choice(player.open_group_ids()), MIXED if chance.random() < 0.6 else SAME)
         assert player.scheduler.buffer.running + player.scheduler.buffer.committed <= ahead
         player.step()
     assert [len(batch.groups) for batch in player.batches] == [groups] * 4

@@ -234,7 +234,7 @@ class LocalShell:
                 elif kind is ev.RecordGroup:
                     self._record(instruction)  # type: ignore[arg-type]
                 else:
-                    todo.extendleft(reversed(self._carry_out(instruction)))
+                    todo.extend(self._carry_out(instruction))  # last: draws are answered in the order of asking
         except BaseException as error:  # noqa: BLE001 - whatever broke, also in user code, is raised where the batch is awaited
             if isinstance(event, ev.MemberFinished):
                 self._untold[event.rollout.attempt_id] = event.rollout.sampled_tokens

@@ -136,7 +136,7 @@ class Scheduler:
         self.step = 0
         self.version: int | None = None  # of the weights that the engine samples with; None: nobody has told
         self.prompts = Prompts(requeue=config.requeue, quarantine_after=config.quarantine_after)
-        self.slots = Slots(None if config.domain_shares is None else Mix(config.domain_shares))
+        self.slots = Slots(None if config.domain_shares is None else Mix(config.domain_shares), mixes_draws=config.mix_on == "drawn")
         self._least_staleness = min([config.staleness, *config.domain_staleness.values()])
         self._running: dict[int, OpenGroup] = {}  # attempt_id -> its group
         self._detached: set[int] = set()  # of these, the ones that were let go and are not settled yet
@@ -144,6 +144,7 @@ class Scheduler:
         self._next_attempt = 0
         self._next_group = 0
         self._requested = 0  # groups asked for
+        self._is_last_asked = False  # no batch will be asked for after this one
         self._wanted: int | None = None  # of these, how many the batch shall have; None: no batch is asked for
         self._wanted_since = 0.0
         self._needs: Counter[str] = Counter()  # groups of each domain that the batch shall have, where kept groups are mixed
@@ -153,6 +154,7 @@ class Scheduler:
         self._spare: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # dropped for low information, kept in reserve for the batch
         self._held: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # the guard does not let them go yet
         self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
+        self._excused: set[str | None] = set()  # of these, at some time of this batch: it does not insist on its share of them
         self._skipped_in_a_row = 0  # draws of prompts in quarantine
         self._stopped = False
         self._empty_in_a_row = 0
@@ -160,7 +162,7 @@ class Scheduler:
         self._first_details: dict[tuple[str, str], str] = {}  # (domain, reason of failure) -> the first one, in words
         self._judged = 0  # groups judged since the start
         self._kept = 0
-        self._deadlines: deque[tuple[float, int]] = deque()  # (when, group_id), in order
+        self._deadlines: dict[int, float] = {}  # of groups that nothing has judged yet, in order
         self._wake_at = math.inf  # the WakeAt that stands
         self._progress_at = 0.0  # when a group last came or went
         self._is_stall_told = False
@@ -273,6 +275,8 @@ class Scheduler:
         if self._stopped:
             raise SchedulerBug("BatchWanted after Shutdown")
         self._requested = self._wanted = event.groups
+        self._is_last_asked = event.batches_left == 0
+        self._excused = set(self._ended)
         self._wanted_since = self._progress_at = now
         self._is_stall_told = False
         self._close_quota()  # of a batch that could not be filled, or was being filled when a checkpoint was taken
@@ -326,7 +330,7 @@ class Scheduler:
         if self._wanted is not None and self._is_full():
             self._deliver(now, out)
             return
-        if self._wanted is None and not self.config.is_async:
+        if self._wanted is None and not self._prepares:
             return
         self._draw(out)
         if self._wanted is None or not self._is_stuck():
@@ -350,7 +354,7 @@ class Scheduler:
             return self._kept_now() >= self._wanted
         if self._needs:
             ready = Counter(group.task.domain for group in self.buffer.groups())
-            return all(ready[domain] >= needed or domain in self._ended for domain, needed in self._needs.items())
+            return all(ready[domain] >= needed or domain in self._excused for domain, needed in self._needs.items())
         return True
 
     def _window_end(self) -> int:
@@ -408,6 +412,7 @@ class Scheduler:
                 slot = self._extra_slot()
             else:
                 break
+            slot = slots.to_draw(slot)
             if slot.domain in self._ended:
                 slot = self._turned_over(slot)
             if self._budget is not None:
@@ -474,7 +479,7 @@ class Scheduler:
         self._groups[group_id] = group
         if self.config.group_timeout_s is not None:
             group.deadline = now + self.config.group_timeout_s
-            self._deadlines.append((group.deadline, group_id))
+            self._deadlines[group_id] = group.deadline
             self._arm(out)
         if self.config.has_user_loop:
             group.has_loop = True
@@ -516,6 +521,7 @@ class Scheduler:
             self._return_later(out)
         elif slot.domain not in self._ended:
             self._ended.add(slot.domain)
+            self._excused.add(slot.domain)
             if slot.domain is not None and not self._is_dry():
                 message = f"domain {slot.domain!r} has no prompts left: its share of the batches goes to the other domains"
                 out.append(ev.Warn(key=f"ended/{slot.domain}", message=message))
@@ -591,8 +597,13 @@ class Scheduler:
         self._note_domains(batch, out)
         self._tally = Tally()
         out.append(ev.DeliverBatch(batch=batch, metrics=tally.metrics(batch, self.step)))
-        if self.config.is_async:
+        if self._prepares:
             self._draw(out)
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether groups are launched while no batch is wanted."""
+        return self.config.is_async and not self._is_last_asked
 
     def _trim_owed(self) -> None:
         """Slots that the lookahead has no room for are given up; the next batch opens what it needs."""
@@ -755,6 +766,7 @@ class Scheduler:
     def _close(self, group: OpenGroup, out: list[ev.Instruction]) -> None:
         """No member is waited for any more: cancel those under way, and its loop."""
         group.closed = True
+        self._deadlines.pop(group.group_id, None)
         if group.running > group.detached:
             for index, attempt_id in enumerate(group.slots):
                 if attempt_id >= 0:
@@ -857,7 +869,7 @@ class Scheduler:
                 return False
             self.guard.filter_counted(group.guard_ticket, verdict.category)
         self._judged += 1
-        self._tally.judged += 1
+        self._tally.group_judged(group.task.domain)
         self._drop(group, verdict, now, out)
         return True
 
@@ -977,8 +989,8 @@ class Scheduler:
             was_asked = open_group.guard_ticket is not None
             if open_group.guard_ticket is None:
                 open_group.guard_ticket = guard.count()
-            if open_group.disqualified is not None and verdict.keep and not was_asked:
-                verdict = open_group.disqualified
+            if open_group.disqualified is not None and verdict.keep:  # where it was asked, it has kept the group then
+                verdict = self._kept_by_guard(open_group.disqualified) if was_asked else open_group.disqualified
             if not verdict.keep:
                 answer = self._guarded(open_group, group, verdict, now, out)
                 if answer is None:
@@ -1153,7 +1165,7 @@ class Scheduler:
 
     def _owe(self, group: OpenGroup, round_number: int) -> None:
         """A group has left: another one may take its place."""
-        self.slots.owed.appendleft(group.slot._replace(round=round_number))
+        self.slots.owe_again(group.slot, round_number)
 
     def _abandon(self, group: OpenGroup, outcome: str, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A running group is stopped before it was judged; its task goes back to the source."""
@@ -1285,14 +1297,15 @@ class Scheduler:
             return False
         rounds = self.config.max_response_rounds
         lost = sum([rollout is None and tries >= rounds for rollout, tries in zip(group.delivered, group.tries, strict=True)])
-        return self.config.max_additional_running_prompts > 0 or count == len(group.slots) - lost
+        could_be_had = len(group.slots) - lost
+        return self.config.max_additional_running_prompts > 0 or count == could_be_had < self.config.group_size
 
     def _drop_partial(self, group: OpenGroup, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A loop's own drop of members that are no whole group: no guard can keep them, nor can they top up a batch."""
         assert verdict.category is not None
         self.prompts.judged(group.task.task_id)
         self._judged += 1
-        self._tally.judged += 1
+        self._tally.group_judged(group.task.domain)
         if self.guard is not None:
             self.guard.filter_counted(self.guard.count(), verdict.category)
         self._drop(group, verdict, now, out)
@@ -1337,6 +1350,8 @@ class Scheduler:
     def _step_advanced(self, event: ev.StepAdvanced, now: float, out: list[ev.Instruction]) -> None:
         if event.step <= self.step:
             raise SchedulerBug(f"StepAdvanced({event.step}): steps only go forward, the run is at {self.step}")
+        if self._wanted is not None:
+            raise SchedulerBug(f"StepAdvanced({event.step}) while the batch of step {self.step} is still being filled")
         for group in self._delivered:
             self._leave(group, "trained", None, now, out)
         self._delivered = []
@@ -1382,18 +1397,12 @@ class Scheduler:
     def _clock_tick(self, event: ev.ClockTick, now: float, out: list[ev.Instruction]) -> None:
         self._wake_at = math.inf
         while self._deadlines:
-            due, group_id = self._deadlines[0]
-            group = self._groups.get(group_id)
-            if group is not None and not group.closed:
-                if due > now:
-                    break
-                self._deadlines.popleft()
-                evidence = {"group_timeout_s": float(self.config.group_timeout_s or 0.0), "missing": float(group.missing)}
-                self._drop(
-                    group, Verdict.dropped("group_timeout", "invalid", "scheduler", evidence), now, out, is_lost=True, is_failure=True
-                )
-            else:
-                self._deadlines.popleft()
+            group_id, due = next(iter(self._deadlines.items()))
+            if due > now:
+                break
+            group = self._groups[group_id]
+            evidence = {"group_timeout_s": float(self.config.group_timeout_s or 0.0), "missing": float(group.missing)}
+            self._drop(group, Verdict.dropped("group_timeout", "invalid", "scheduler", evidence), now, out, is_lost=True, is_failure=True)
         stall = self.config.stall_warning_s
         if stall is not None and self._wanted is not None and not self._is_stall_told and now >= self._progress_at + stall:
             self._is_stall_told = True
@@ -1405,7 +1414,7 @@ class Scheduler:
 
     def _arm(self, out: list[ev.Instruction]) -> None:
         """Ask to be woken at the next deadline."""
-        when = self._deadlines[0][0] if self._deadlines else math.inf
+        when = next(iter(self._deadlines.values()), math.inf)
         if self.config.stall_warning_s is not None and self._wanted is not None and not self._is_stall_told:
             when = min(when, self._progress_at + self.config.stall_warning_s)
         if when < self._wake_at:

@@ -222,7 +222,7 @@ def _load_group(machine: Scheduler, entry: Mapping[str, Any], tasks: Mapping[str
         epoch=group.epoch,
         counted=tuple(bool(counted) for counted in entry["counted"]),
     )
-    machine.buffer.restore(whole, int(entry["last_step"]))
+    machine.buffer.restore(whole, int(entry["last_step"]), machine.config.domain_staleness.get(task.domain))
 
 
 def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Rollout:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sluice.sim.player import Player
 
 FULL_EVERY: Final = 256  # events between two full counts
+MOST_EVENTS: Final = 100_000  # of one run; the longest takes a quarter
 LOST_REASONS: Final = frozenset({"group_timeout", "response_retries", "no_more_tries", "loop_returned_none"})
 """Reasons of dropped groups that nothing judged: their prompts may come back."""
 
@@ -48,6 +49,8 @@ class Invariants:
         self._config = config
         self._needed_members = config.group_size if config.min_members is None else config.min_members
         self._places = config.group_size + config.redundancy
+        is_restarted = config.on_weight_update == "restart"  # where no step bounds how often
+        self._most_attempts = math.inf if is_restarted else self._places * config.max_response_rounds
         self.attempts = 0  # launched
         self.groups = 0  # launched
         self.recorded: set[int] = set()
@@ -66,8 +69,8 @@ class Invariants:
         self._largest_quota = 0
         self._restored = 0  # committed groups that a checkpoint brought back, until a batch is asked for
         self._out: dict[Prompt, int] = {}  # prompts in use -> their group; -1: none yet
-        self._prompt_of: dict[int, Prompt] = {}  # groups without a record
-        self._given_back: set[int] = set()  # of these, the ones whose prompt the machine has put back
+        self.prompt_of: dict[int, Prompt] = {}  # groups without a record
+        self._given_back: dict[int, str | None] = {}  # of these, the ones whose prompt the machine has put back -> outcome, if known
         self._drawing: Prompt | None = None  # was drawn, and no group is known for it yet
         self._due_back: dict[Prompt, int] = {}  # prompts of groups that left unjudged: before anything else happens they are put back
         self._lost: dict[Prompt, int] = {}  # prompts of groups that were lost, until they are put back -> that group
@@ -77,6 +80,8 @@ class Invariants:
         self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
         self._data_ended = False  # of some domain, since the batch was asked for
         self._shares_broken = False
+        self._asked_of: Counter[str] = Counter()  # draws by domain
+        self._are_draws_off = False
         self._by_domain: Counter[str] = Counter()  # groups delivered
         self.warnings: Counter[str] = Counter()
         self.fail: str | None = None
@@ -87,7 +92,10 @@ class Invariants:
     def _watch(self, machine: Scheduler) -> None:
         self.machine = machine
         self._ledger = machine.ledger
+        self._attempts_by_outcome, self._tokens_by_outcome = machine.ledger.attempts, machine.ledger.tokens
         self._buffer = machine.buffer
+        self._running, self._open = machine._running, machine._groups  # the tables themselves: they are asked after every event
+        self._in_progress, self._committed = machine.buffer._running, machine.buffer._committed
         self._limit_of = {domain: self._config.domain_staleness.get(domain, self._config.staleness) for domain in self.scenario.domains}
         self._until_full = FULL_EVERY
 
@@ -119,15 +127,17 @@ class Invariants:
         """The machine said something."""
         self.warnings[key.split("/")[0]] += 1
 
-    def drawn(self, task: Task, epoch: int) -> None:
-        """The source gave a task, of which the machine is told next."""
-        self._see_draw()
-        prompt = task.task_id, epoch
+    def drawn(self, drawn: tuple[Task, int]) -> None:
+        """The source gave a task of an epoch, of which the machine is told next."""
+        if self._drawing is not None:
+            self._see_draw()
+        prompt = drawn[0].task_id, drawn[1]
         if prompt in self._out:
             raise Violation(f"the source gave prompt {prompt} while it was in use", [self._out[prompt]])
         self._out[prompt] = -1
-        self._times_drawn[prompt] += 1
         self._drawing = prompt
+        if self.scenario.epochs is not None:
+            self._times_drawn[prompt] += 1
 
     def _see_draw(self) -> None:
         """The prompt drawn last was neither launched nor put back at once: then it is in quarantine, and consumed."""
@@ -138,33 +148,32 @@ class Invariants:
                 raise Violation(f"prompt {prompt} was drawn, and no group was launched for it")
             del self._out[prompt]
 
+    def asks(self, domain: str | None) -> None:
+        """A task is asked for."""
+        self.asked += 1
+        config = self._config
+        if config.mix_on == "drawn" and config.domain_shares is not None and not self._are_draws_off:
+            self._asked_of[str(domain)] += 1
+            if self._data_ended or self.machine.prompts.skipped:  # what has ended or is in quarantine is drawn for by others, or again
+                self._are_draws_off = True
+            else:
+                self._compare_shares(self._asked_of, config.domain_shares, "draws")
+
     def nothing_left(self, domain: str | None) -> None:
         """The source gave nothing."""
         self._ended.add(domain)
         self._data_ended = True
 
-    def launched(self, launch: ev.LaunchMember) -> None:
-        """An attempt."""
-        self.attempts += 1
-        group_id = launch.group_id
-        if group_id == self.groups:
-            self._group_launched(group_id, launch.task)
-        elif group_id > self.groups or group_id in self.recorded:
-            raise Violation(f"attempt {launch.attempt_id} is launched for a group that is not open", [group_id])
-        if not 0 <= launch.member_index < self._places:
-            raise Violation(f"attempt {launch.attempt_id} is launched for member {launch.member_index} of {self._places}", [group_id])
-
-    def launched_loop(self, run: ev.RunLoop) -> None:
-        """A user-defined loop."""
-        self._group_launched(run.group_id, run.task)
-
-    def _group_launched(self, group_id: int, task: Task) -> None:
+    def group_launched(self, group_id: int, task: Task) -> None:
+        """A group, by its first attempt or its loop."""
+        if group_id != self.groups:
+            raise Violation(f"an attempt is launched for a group that is not open: {self.groups} groups were launched", [group_id])
         prompt = self._drawing
         if prompt is None or prompt[0] != task.task_id:
             raise Violation(f"a group is launched for task {task.task_id!r}, but the prompt drawn last is {prompt}", [group_id])
         self._drawing = None
         self.groups += 1
-        self._prompt_of[group_id] = prompt
+        self.prompt_of[group_id] = prompt
         self._out[prompt] = group_id
 
     def returned(self, task_id: str, epoch: int) -> None:
@@ -177,13 +186,18 @@ class Invariants:
             if lost is None:
                 raise Violation(f"prompt {prompt} is put back, but it is not in use")
             self._comes_back(prompt, lost)
-        elif group_id in self._prompt_of:
-            self._given_back.add(group_id)
+        elif group_id in self.prompt_of:
+            group = self.machine._groups.get(group_id)  # None: its record comes next, and says why
+            why = None if group is None else group.outcome
+            self._given_back[group_id] = why
+            if why is not None and why != "cancelled":
+                self._comes_back(prompt, group_id)
         elif group_id >= 0:  # its record was faster
             pass
         else:
             self._drawing = None
-        self._times_back[prompt] += 1
+        if self.scenario.epochs is not None:
+            self._times_back[prompt] += 1
         self._ended.discard(None)
         self._ended.discard(task_id.split("/")[0])
 
@@ -194,12 +208,11 @@ class Invariants:
 
     def record(self, record: GroupRecord, now: float) -> None:
         """A group left."""
-        group_id = record.group_id
+        group_id, outcome, config = record.group_id, record.outcome, self._config
         if group_id in self.recorded or not 0 <= group_id < self.groups:
             raise Violation(f"group {group_id} is recorded a second time, or was never launched", [group_id])
         self.recorded.add(group_id)
         self.record_tokens += record.sampled_tokens
-        config, outcome = self._config, record.outcome
         if outcome not in GROUP_OUTCOMES or (record.category is not None) != (outcome == "dropped") or not record.reason:
             raise Violation(f"group {group_id} left as {outcome} with category {record.category}, reason {record.reason!r}", [group_id])
         if not 1 <= record.round <= config.max_resample_rounds or not 0 <= record.start_step <= record.end_step:
@@ -208,12 +221,12 @@ class Invariants:
                 f"{record.end_step}",
                 [group_id],
             )
-        if record.attempts > self._places * config.max_response_rounds and config.on_weight_update != "restart":
+        if record.attempts > self._most_attempts:
             raise Violation(f"group {group_id} had {record.attempts} attempts", [group_id])
         if (outcome == "trained") != (group_id in self._in_training) and not (outcome == "discarded" and self.is_shut_down):
             raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self.delivered}", [group_id])
         self._in_training.discard(group_id)
-        if outcome in ("dropped", "expired") and record.round == config.max_resample_rounds:
+        if record.round == config.max_resample_rounds and outcome in ("dropped", "expired"):
             self._bound_acted = True
         self._settle_prompt(record)
         self.digest = hash((self.digest, group_id, record.round, record.attempts, record.sampled_tokens, record.end_step, now))
@@ -221,14 +234,13 @@ class Invariants:
     def _settle_prompt(self, record: GroupRecord) -> None:
         """The prompt of a group that has left is spent, or was put back because nothing had judged it."""
         group_id, outcome = record.group_id, record.outcome
-        prompt = self._prompt_of.pop(group_id)
+        prompt = self.prompt_of.pop(group_id)
         was_lost = outcome == "dropped" and record.reason in LOST_REASONS
         was_unused = outcome == "expired" or (outcome == "surplus" and record.reason == "domain_full")
         if group_id in self._given_back:
-            self._given_back.discard(group_id)
-            if was_lost or was_unused:
+            if self._given_back.pop(group_id) is None and outcome != "cancelled":
                 self._comes_back(prompt, group_id)
-            elif outcome != "cancelled":
+            if not was_lost and not was_unused and outcome != "cancelled":
                 raise Violation(f"group {group_id} was {outcome} ({record.reason}), and yet its prompt {prompt} was put back", [group_id])
             return
         if was_unused and self._config.requeue and prompt not in self._came_back:
@@ -297,8 +309,8 @@ class Invariants:
             if not self._config.has_user_loop:  # whose verdict is final
                 raise Violation(f"group {group_id} is trained without a member that counts", ids)
         prompt = group.task.task_id, group.epoch
-        if self._prompt_of.get(group_id) != prompt or group_id in self._given_back:
-            raise Violation(f"group {group_id} is trained on the prompt {prompt}, drawn for it was {self._prompt_of.get(group_id)}", ids)
+        if self.prompt_of.get(group_id) != prompt or group_id in self._given_back:
+            raise Violation(f"group {group_id} is trained on the prompt {prompt}, drawn for it was {self.prompt_of.get(group_id)}", ids)
         age = step - min(group.start_step, group.policy_version)
         if not 0 <= age <= self._limit_of[group.task.domain]:
             raise Violation(
@@ -308,12 +320,13 @@ class Invariants:
             )
 
     def _check_share(self, batch: Batch) -> None:
-        """For a fraction f of the ratio at most floor(f x batch) groups come from the oldest permitted step."""
+        """For a fraction f of the ratio at most floor(f x batch) groups come from the oldest step, where no wider age is allowed."""
         config = self._config
         fraction, ahead = config.async_generation_ratio % 1.0, math.ceil(config.async_generation_ratio)
         if not fraction or config.staleness != ahead:
             return
-        oldest = [group.group_id for group in batch.groups if group.start_step == batch.step - ahead]
+        first = batch.step - ahead
+        oldest = [group.group_id for group in batch.groups if group.start_step == first and self._limit_of[group.task.domain] == ahead]
         if len(oldest) > math.floor(fraction * batch.requested):
             raise Violation(f"{len(oldest)} groups of the batch come from the oldest step that the ratio permits", oldest)
 
@@ -348,50 +361,59 @@ class Invariants:
     def _check_mix(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Where kept groups are mixed, the shares hold over all batches within a group or two, until something makes them impossible."""
         config, shares = self._config, self._config.domain_shares
-        if shares is None or config.mix_on != "kept":
+        if shares is None or config.mix_on != "kept" or config.fill == "shrink":
             return
         self._by_domain.update([group.task.domain for group in batch.groups])
         if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self._has_bound_acted(batch, metrics):
             self._shares_broken = True
         if self._shares_broken:
             return
-        total = sum(self._by_domain.values())
-        whole = sum(map(Fraction, shares.values()))
+        self._compare_shares(self._by_domain, shares, "groups trained")
+
+    def _compare_shares(self, counts: Mapping[str, int], shares: Mapping[str, float], what: str) -> None:
+        total, whole = sum(counts.values()), sum(map(Fraction, shares.values()))
         for domain, share in shares.items():
             due = Fraction(share) / whole * total
-            if abs(self._by_domain[domain] - due) >= 2:
-                raise Violation(f"{self._by_domain[domain]} of {total} groups are of domain {domain!r}, {float(due):.2f} were due")
+            if abs(counts[domain] - due) >= 2:
+                raise Violation(f"{counts[domain]} of {total} {what} are of domain {domain!r}, {float(due):.2f} were due")
 
     # ------------------------------------------------------------ after every event
 
     def after_event(self, player: Player) -> None:
         """What can be compared in a moment."""
-        machine, ledger, buffer = self.machine, self._ledger, self._buffer
-        running = len(player._unsettled)
-        if machine.running_attempts != running or ledger.running_attempts != running or ledger.attempts_launched != self.attempts:
+        machine, ledger = self.machine, self._ledger
+        running = len(player.unsettled)
+        if (
+            len(self._running) != running
+            or ledger.attempts_launched != self.attempts
+            or self.attempts - sum(self._attempts_by_outcome.values()) - ledger.open_attempts != running
+        ):
             raise Violation(
                 f"{self.attempts} attempts were launched, of which {running} run; the machine knows of {machine.running_attempts}, the "
                 f"ledger of {ledger.attempts_launched} and {ledger.running_attempts}"
             )
-        if ledger.groups_launched != self.groups or len(self.recorded) + machine.open_groups != self.groups:
+        if ledger.groups_launched != self.groups or len(self.recorded) + len(self._open) != self.groups:
             raise Violation(
                 f"{self.groups} groups were launched and {len(self.recorded)} recorded; the ledger knows of {ledger.groups_launched}, and "
                 f"{machine.open_groups} are open"
             )
-        if ledger.total_tokens != player.engine_tokens - player._untold + player._told_early:
+        if sum(self._tokens_by_outcome.values()) != player.engine_tokens - player.untold:
             raise Violation(
                 f"the ledger accounts for {ledger.total_tokens} tokens, the engine sampled {player.engine_tokens}, of which "
-                f"{player._untold - player._told_early} are not told yet"
+                f"{player.untold} are not told yet"
             )
-        in_buffer = buffer.running + buffer.committed
+        buffer = self._buffer
+        in_buffer = len(self._in_progress) + len(self._committed)
         if in_buffer > buffer.quota + self._config.max_additional_running_prompts and in_buffer > self._restored:
             raise Violation(f"{buffer.running} groups run and {buffer.committed} wait, the quota is {buffer.quota}")
         if buffer.quota > self._largest_quota:
             raise Violation(f"the quota is {buffer.quota}, at most {self._largest_quota} groups can be needed")
-        if player._is_wanting and running == player._leaving and not player._draws and not player._loops:
+        if running == player.leaving and player.is_wanting and not player.draws and not player.loops:
             self._nothing_under_way(player)
         if self._due_back:
-            raise Violation(f"groups left without being judged, and their prompts were not put back: {self._due_back}", self._due_back.values())
+            raise Violation(
+                f"groups left without being judged, and their prompts were not put back: {self._due_back}", self._due_back.values()
+            )
         self._until_full -= 1
         if not self._until_full:
             self.full(player)
@@ -401,12 +423,14 @@ class Invariants:
         cause = machine.waiting_for(player.now)
         if machine.filling is None or cause in ("", "nothing"):
             raise Violation(f"a batch is wanted, nothing is under way, and the machine waits for {cause or 'no batch'}")
-        if not player._publishes and not player._leaving:
+        if not player.publishes and not player.leaving:
             raise Violation(f"a batch is wanted, nothing is under way, and nothing that will come helps: the machine waits for {cause}")
 
     def full(self, player: Player) -> None:
         """Count everything anew."""
         self._until_full = FULL_EVERY
+        if player.events > MOST_EVENTS:
+            raise Violation(f"the run has not ended after {player.events} events: it would go on for ever")
         machine, ledger = self.machine, self._ledger
         self._see_draw()
         groups = machine._groups
@@ -415,8 +439,8 @@ class Invariants:
         places = sum(slot >= 0 for group in groups.values() for slot in group.slots)
         if running != len(machine._running) or detached != len(machine._detached) or places + detached != running:
             raise Violation(f"the groups count {running} running attempts ({detached} let go, {places} in place), the machine otherwise")
-        if detached != player._leaving:
-            raise Violation(f"the machine waits for {detached} cancels, {player._leaving} are on their way")
+        if detached != player.leaving:
+            raise Violation(f"the machine waits for {detached} cancels, {player.leaving} are on their way")
         unjudged = [group for group in groups.values() if not group.closed]
         if machine.buffer.running != len(unjudged) + len(machine._held):
             raise Violation(f"{machine.buffer.running} groups run in the buffer, {len(unjudged)} are open and {len(machine._held)} held")
@@ -485,16 +509,17 @@ class Invariants:
             or machine.buffer.running
             or machine.buffer.committed
             or machine.prompts.later
-            or player._loops
-            or player._seated
-            or player._draws
+            or player.loops
+            or player.unsettled
+            or player.untold
+            or player.draws
             or snapshot["held_by_guard"]
         ):
             raise Violation(f"the run is over, but not everything has come back: {snapshot}", machine._groups)
         if ledger.total_tokens != player.engine_tokens or ledger.tokens["open"] or ledger.open_attempts:
             raise Violation(f"the ledger accounts for {dict(ledger.tokens)}, the engine sampled {player.engine_tokens}")
-        if self._prompt_of or self._out:
-            raise Violation(f"groups without a record: {sorted(self._prompt_of)}, prompts in use: {sorted(self._out)}", self._prompt_of)
+        if self.prompt_of or self._out:
+            raise Violation(f"groups without a record: {sorted(self.prompt_of)}, prompts in use: {sorted(self._out)}", self.prompt_of)
         for name in ("token", "attempt", "group"):
             shares = [value for key, value in machine.metrics().items() if key.startswith(f"ledger/{name}_share/")]
             if shares and not math.isclose(sum(shares), 1.0, abs_tol=1e-9):
