@@ -60,6 +60,8 @@ _HOME_OF = {
             "ConfigError",
             "TaskError",
             "GenerationError",
+            "RequestRefused",
+            "LoopError",
             "RewardError",
             "FilterError",
             "TrainerError",
@@ -69,6 +71,7 @@ _HOME_OF = {
         "sluice.errors",
     ),
     **dict.fromkeys(("RlvrConfig", "load_config"), "sluice.config"),
+    **dict.fromkeys(("RolloutLoop", "LoopContext", "Judged"), "sluice.execution"),
 }
 
 __all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - names only

@@ -211,7 +211,7 @@ async def whole_story(loop: RolloutLoop | None, seed: int, one_in: int, **settin
     return {"batches": batches, "ledger": ledger, "groups": left}
 
 
-@settings(max_examples=20)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1_000_000),
     one_in=st.sampled_from([0, 3, 8]),
@@ -312,7 +312,7 @@ class Wild(RolloutLoop):
         return await attempt.score() if rng.random() < 0.8 else rng.choice([0.0, 1.0, None, math.nan, "good"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 1_000_000),
     ratio=st.sampled_from([0.0, 1.0]),

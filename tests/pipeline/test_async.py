@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from sluice.execution.loops import LoopContext
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.rlvr import train
 from sluice.records import open_for_reading, read_summary
-from sluice.types import Batch, Rollout, Task
+from sluice.types import Batch, Rollout
 from tests.pipeline.test_rlvr import Recorder, write_recipe
 from tests.trainer.tiny import save_tiny_model
 
-STEPS, GROUPS, MEMBERS = 6, 3, 4
+STEPS, GROUPS, MEMBERS = 5, 3, 4
 SETTINGS: dict[str, Any] = {
     "rollout_batch_size": GROUPS,
     "num_return_sequences_in_group": MEMBERS,
@@ -91,7 +92,7 @@ Ask = Callable[[str], list[tuple[Any, ...]]]
 
 def play(folder: Path, model: Path, **changes: Any) -> tuple[Recorder, Ask]:
     """A whole run, and what is true of every one."""
-    file = write_recipe(folder, model, **SETTINGS | changes)
+    file = write_recipe(folder, model, **deepcopy(SETTINGS | changes))
     display = Recorder()
     result = train(load_config(file), config_path=file, display=display)
     summary = read_summary(result.folder / "run.db")
@@ -126,7 +127,7 @@ def test_groups_are_sampled_while_the_trainer_steps_and_none_is_too_old(tmp_path
     for step, (batch, metrics) in enumerate(zip(watch.batches, display.steps, strict=True)):
         ages = [step - group.start_step for group in batch.groups]
         assert batch.step == step
-        assert 0 <= min(ages)
+        assert min(ages) >= 0
         assert max(ages) <= math.ceil(ratio)
         assert all(step - rollout.policy_version <= math.ceil(ratio) for rollout in rollouts([batch]))
         if ratio == 0.5:  # at most half of a batch of three is of the step before
@@ -135,15 +136,11 @@ def test_groups_are_sampled_while_the_trainer_steps_and_none_is_too_old(tmp_path
         assert metrics["scheduler/off_policy_ratio"] == pytest.approx(np.mean(versions))
         share = metrics["actor/on_policy_token_share"]
         assert (share == 1.0) == all(version == 0 for version in versions)
+    assert all(rollout.turns[0].token_versions is None for rollout in rollouts(watch.batches)), "finish: each by the weights that began it"
     oldest = max(metrics["scheduler/off_policy_max"] for metrics in display.steps)
     assert (oldest > 0) == (ratio > 0)
     outcomes = {outcome for (outcome,) in ask("SELECT outcome FROM groups")}
     assert outcomes <= {"trained", "dropped"} | ({"expired", "cancelled", "discarded"} if ratio else set())
-
-
-def test_with_finish_every_response_is_of_the_weights_that_it_began_with(tmp_path: Path, model: Path, watch: Watch) -> None:
-    play(tmp_path, model, async_generation_ratio=1.0, on_weight_update="finish")
-    assert all(rollout.turns[0].token_versions is None for rollout in rollouts(watch.batches))
 
 
 def test_with_restart_no_response_is_of_two_weights_and_what_was_begun_is_counted_as_cancelled(
@@ -195,15 +192,8 @@ class Twice:
         ]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_a_rollout_loop_of_ones_own_makes_every_group(tmp_path: Path, model: Path, watch: Watch, ratio: float) -> None:
-    _, ask = play(
-        tmp_path,
-        model,
-        async_generation_ratio=ratio,
-        user_defined_rollout_loop_cls="tests.pipeline.test_async.Twice",
-        trainer__max_steps=STEPS,
-    )
+def test_a_rollout_loop_of_ones_own_makes_every_group(tmp_path: Path, model: Path) -> None:
+    _, ask = play(tmp_path, model, async_generation_ratio=1.0, user_defined_rollout_loop_cls="tests.pipeline.test_async.Twice")
     trained = ask("SELECT rewards, attempts FROM groups WHERE outcome = 'trained'")
     assert len(trained) == STEPS * GROUPS
     assert all(MEMBERS <= attempts <= 2 * MEMBERS for _, attempts in trained)
@@ -229,22 +219,19 @@ def test_with_redundancy_the_first_members_to_finish_make_the_group(tmp_path: Pa
     assert display.steps[-1]["ledger/attempts/cancelled"] > 0
 
 
-def hangs_on_the_first_prompt(task: Task, response: str) -> float:
-    while task.prompt == "aaa":
-        time.sleep(1)
-    return float(response.startswith("a"))
-
-
-def test_a_verifier_that_hangs_costs_its_group_when_its_time_is_up_and_nothing_else(tmp_path: Path, model: Path) -> None:
+def test_a_verifier_that_hangs_costs_its_group_when_its_time_is_up_and_the_batch_is_filled(tmp_path: Path, model: Path) -> None:
     changes: dict[str, Any] = {
-        "rewards__letters__verifier": {"type": "tests.pipeline.test_async.hangs_on_the_first_prompt"},
+        "rewards__letters__verifier": {"type": "tests.pipeline.verifiers.hangs_on_the_first_prompt"},
         "rewards__letters__reward_timeout_s": 600.0,
         "reward_pool": {"workers": MEMBERS + 1},
         "tasks__shuffle": False,
-        "resampling__group_timeout_s": 4.0,
+        "tasks__validation": [{"type": "jsonl", "path": "held_out.jsonl", "domain": "letters"}],  # the workers are there when it begins
+        "validation": {"max_items": 2},
+        "resampling__collect": "in_order",  # the batch waits for this group
+        "resampling__group_timeout_s": 3.0,
         "resampling__quarantine_after": 1,
     }
-    display, ask = play(tmp_path, model, async_generation_ratio=1.0, **changes)
+    display, ask = play(tmp_path, model, **changes)
     assert ask("SELECT outcome, reason, category FROM groups WHERE task_id = 'train/0'") == [("dropped", "group_timeout", "invalid")]
-    assert display.steps[-1]["scheduler/quarantined_prompts"] == 1
-    assert [text for level, text in display.messages if level == "warning" and "quarantine" in text]
+    assert display.steps[-1]["scheduler/quarantined_prompts"] >= 1
+    assert [text for level, text in display.messages if level == "warning" and "task 'train/0'" in text and "quarantine" in text]

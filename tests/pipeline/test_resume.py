@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class StopperWhileFilling(Recorder):
 
 
 def play(folder: Path, model: Path, display: Recorder | None = None, **changes: Any) -> RunResult:
-    file = write_recipe(folder, model, **SETTINGS | changes)
+    file = write_recipe(folder, model, **deepcopy(SETTINGS | changes))
     return train(load_config(file), config_path=file, display=display or Recorder())
 
 

@@ -346,6 +346,27 @@ def test_case_130_a_batch_holds_whole_groups_only() -> None:
         player.step()
 
 
+def test_case_86_a_hole_in_the_batch_that_is_due_is_filled_with_another_prompt_though_later_batches_are_ready() -> None:
+    player = player_of(1.0, collect="in_order", max_response_rounds=3)
+    player.publish(5)
+    player.tell(ev.StepAdvanced(step=5))
+    player.want(2)
+    for group_id in (0, 2, 3):
+        player.finish_group(group_id, MIXED)
+    for _ in range(3):  # the prompt of group 1 fails three times
+        assert not player.batches
+        player.fail(player.members(1)[-1])
+    assert player.left() == [(1, "dropped", "response_retries")]
+    assert player.open_group_ids() == [4]
+    assert player.pending[player.members(4)[0]].task.task_id == "t4"
+    assert player.scheduler._groups[4].slot.ticket == 1
+    player.finish_group(4, MIXED)
+    assert player.trained() == [[0, 4]]
+    player.step()
+    player.want(2)
+    assert player.trained()[-1] == [2, 3]
+
+
 def test_the_end_of_the_data_trains_what_was_prepared_batch_by_batch_and_tells_the_last_one() -> None:
     player = player_of(1.0, source=ListSource(make_task(f"t{i}") for i in range(5)))
     player.want(2)

@@ -149,6 +149,7 @@ class Run:
             on_change=self._show_filling,
             on_warning=lambda text: self.display.message(text, "warning"),  # the shell has written it down
             user_loop=self.parts.user_loop,
+            encode=self.parts.encode,
         )
         return scorer, shell
 
@@ -213,7 +214,9 @@ class Run:
                 fill_s=self.feed.fill_s,
             )
         )
-        reports = self.loop.do(lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.parts.engine.metrics()))
+        reports = self.loop.do(
+            lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.shell.loop_metrics(), self.parts.engine.metrics())
+        )
         written = self.sinks.write(step, metrics, self.feed.filling, *reports, {"time/fill_seconds": self.feed.fill_s})
         self._record_ledger(step)
         self.display.step(step, written)

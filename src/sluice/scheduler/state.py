@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from sluice.errors import RecordError
 from sluice.ledger import Ledger
 from sluice.scheduler import events as ev
@@ -33,11 +35,9 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
     committed: list[dict[str, Any]] = []
     interrupted: list[dict[str, Any]] = []
     outstanding: list[list[Any]] = [[task.task_id, epoch] for task, epoch in machine.prompts.later]
-    attempts = {id(group): 0 for group in machine._groups.values()}
-    tokens = dict(attempts)
+    tokens = {id(group): 0 for group in machine._groups.values()}
     for attempt_id, group in machine._running.items():
         sampled = in_flight.get(attempt_id, 0)
-        attempts[id(group)] += 1
         tokens[id(group)] += sampled
         ledger.attempt_ended("cancelled", sampled)
     for group in machine._groups.values():
@@ -74,7 +74,8 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
         "next_attempt": machine._next_attempt,
         "next_group": machine._next_group,
         "open_groups": list(machine._groups),
-        "buffer": machine.buffer.state_dict(),
+        # A batch that was delivered and not stepped on has taken nothing: its groups are committed here.
+        "buffer": machine.buffer.state_dict() | ({"taken_of_oldest": 0} if delivered else {}),
         "slots": machine.slots.state_dict(),
         "prompts": machine.prompts.state_dict(),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
@@ -112,7 +113,7 @@ def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]
         for entry in saved["committed"]:
             _load_group(machine, entry, tasks)
         return [ev.RecordGroup(record=ev.GroupRecord(**_as_record(record))) for record in saved["interrupted"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, RecordError):
             raise
         raise RecordError(f"the saved state of the scheduler is torn or not ours: {type(error).__name__}: {error}") from error
@@ -155,10 +156,19 @@ def _save_group(group: OpenGroup, whole: Group, last_step: int, running_tokens: 
         "tokens": group.tokens + running_tokens,
         "reason": group.reason,
         "source": group.source,
-        "evidence": dict(group.evidence),
+        "evidence": _plain_entries(group.evidence),
         "counted": list(whole.counted),
         "rollouts": [_save_rollout(rollout) for rollout in whole.rollouts],
     }
+
+
+def _plain(number: Any) -> Any:
+    """What user code gives may be of numpy."""
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def _plain_entries(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: _plain(number) for name, number in numbers.items()}
 
 
 def _save_rollout(rollout: Rollout) -> dict[str, Any]:
@@ -167,8 +177,8 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
         "attempt_id": rollout.attempt_id,
         "member_index": rollout.member_index,
         "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
+        "reward": _plain(rollout.reward),
+        "metrics": _plain_entries(rollout.metrics),
         "failure": None if failure is None else [failure.cause, failure.reason, failure.detail],
         "seconds": rollout.seconds,
         "turns": [
@@ -246,7 +256,8 @@ def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Roll
 def _record(group: OpenGroup, running_tokens: int) -> dict[str, Any]:
     record = group.record(group.started_at)
     out = {name: getattr(record, name) for name in record.__slots__}
-    return out | {"rewards": list(record.rewards), "evidence": dict(record.evidence), "sampled_tokens": group.tokens + running_tokens}
+    rewards = [_plain(reward) for reward in record.rewards]
+    return out | {"rewards": rewards, "evidence": _plain_entries(record.evidence), "sampled_tokens": group.tokens + running_tokens}
 
 
 def _as_record(saved: Mapping[str, Any]) -> dict[str, Any]:

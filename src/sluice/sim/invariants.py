@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from copy import copy
 from fractions import Fraction
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 FULL_EVERY: Final = 256  # events between two full counts
 MOST_EVENTS: Final = 100_000  # of one run; the longest takes a quarter
-LOST_REASONS: Final = frozenset({"group_timeout", "response_retries", "no_more_tries", "loop_returned_none"})
-"""Reasons of dropped groups that nothing judged: their prompts may come back."""
+LOST_REASONS: Final = frozenset({"group_timeout", "response_retries"})
+"""Reasons of groups that were dropped without being judged, as are those that a loop gives up: their prompts may come back."""
 
 Prompt = tuple[str, int]
 """task_id and epoch."""
@@ -71,7 +71,7 @@ class Invariants:
         self._out: dict[Prompt, int] = {}  # prompts in use -> their group; -1: none yet
         self.prompt_of: dict[int, Prompt] = {}  # groups without a record
         self._given_back: dict[int, str | None] = {}  # of these, the ones whose prompt the machine has put back -> outcome, if known
-        self._drawing: Prompt | None = None  # was drawn, and no group is known for it yet
+        self._drawing: deque[Prompt] = deque()  # were drawn, and no group is known for them yet
         self._due_back: dict[Prompt, int] = {}  # prompts of groups that left unjudged: before anything else happens they are put back
         self._lost: dict[Prompt, int] = {}  # prompts of groups that were lost, until they are put back -> that group
         self._came_back: set[Prompt] = set()  # put back because its group was lost or expired
@@ -103,7 +103,7 @@ class Invariants:
         """The books as they stand, for a checkpoint."""
         other = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, set | dict):  # counters too
+            if isinstance(value, set | dict | deque):  # counters too
                 setattr(other, name, copy(value))
         return other
 
@@ -120,8 +120,21 @@ class Invariants:
         self.fail = None
 
     def failed(self, message: str) -> None:
-        """The batch could not be filled."""
+        """The batch could not be filled; the cause that is told has really acted."""
         self.fail = message
+        config, guard = self._config, self.scenario.guard
+        if "max_groups_per_batch" in message.split(". ")[0]:
+            is_true = config.max_groups_per_batch is not None and self.asked - self._asked_before >= config.max_groups_per_batch
+        elif "max_resample_rounds" in message.split(". ")[0]:
+            is_true = self._has_round_ended()
+        elif "in a row kept nothing" in message:
+            is_true = config.fill == "shrink" or self._has_bound_acted() or (guard is not None and guard.policy == "shrink")
+        elif "quarantine" in message:
+            is_true = self.machine.prompts.skipped > 0
+        else:
+            is_true = "guard.max_filter_ratio" in message and guard is not None and guard.policy == "raise"
+        if not is_true:
+            raise Violation(f"the batch was given up, and the cause that is told did not act: {message}")
 
     def warned(self, key: str) -> None:
         """The machine said something."""
@@ -129,21 +142,19 @@ class Invariants:
 
     def drawn(self, drawn: tuple[Task, int]) -> None:
         """The source gave a task of an epoch, of which the machine is told next."""
-        if self._drawing is not None:
-            self._see_draw()
         prompt = drawn[0].task_id, drawn[1]
         if prompt in self._out:
             raise Violation(f"the source gave prompt {prompt} while it was in use", [self._out[prompt]])
         self._out[prompt] = -1
-        self._drawing = prompt
+        self._drawing.append(prompt)
         if self.scenario.epochs is not None:
             self._times_drawn[prompt] += 1
 
-    def _see_draw(self) -> None:
-        """The prompt drawn last was neither launched nor put back at once: then it is in quarantine, and consumed."""
-        prompt = self._drawing
-        if prompt is not None:
-            self._drawing = None
+    def _see_draws(self, task_id: str | None = None) -> None:
+        """Prompts drawn before this task (None: all) were neither launched nor put back: then they are in quarantine, and consumed."""
+        drawing = self._drawing
+        while drawing and drawing[0][0] != task_id:
+            prompt = drawing.popleft()
             if prompt[0] not in self.machine.prompts.quarantined:
                 raise Violation(f"prompt {prompt} was drawn, and no group was launched for it")
             del self._out[prompt]
@@ -168,10 +179,12 @@ class Invariants:
         """A group, by its first attempt or its loop."""
         if group_id != self.groups:
             raise Violation(f"an attempt is launched for a group that is not open: {self.groups} groups were launched", [group_id])
-        prompt = self._drawing
-        if prompt is None or prompt[0] != task.task_id:
-            raise Violation(f"a group is launched for task {task.task_id!r}, but the prompt drawn last is {prompt}", [group_id])
-        self._drawing = None
+        drawing = self._drawing
+        if not drawing or drawing[0][0] != task.task_id:
+            self._see_draws(task.task_id)
+            if not drawing:
+                raise Violation(f"a group is launched for task {task.task_id!r}, which was not drawn for it", [group_id])
+        prompt = drawing.popleft()
         self.groups += 1
         self.prompt_of[group_id] = prompt
         self._out[prompt] = group_id
@@ -195,7 +208,7 @@ class Invariants:
         elif group_id >= 0:  # its record was faster
             pass
         else:
-            self._drawing = None
+            self._drawing.remove(prompt)
         if self.scenario.epochs is not None:
             self._times_back[prompt] += 1
         self._ended.discard(None)
@@ -203,7 +216,9 @@ class Invariants:
 
     def _comes_back(self, prompt: Prompt, group_id: int) -> None:
         if prompt in self._came_back or not self._config.requeue:
-            raise Violation(f"prompt {prompt} comes back because its group was lost or expired; requeue is {self._config.requeue}", [group_id])
+            raise Violation(
+                f"prompt {prompt} comes back because its group was lost or expired; requeue is {self._config.requeue}", [group_id]
+            )
         self._came_back.add(prompt)
 
     def record(self, record: GroupRecord, now: float) -> None:
@@ -226,16 +241,20 @@ class Invariants:
         if (outcome == "trained") != (group_id in self._in_training) and not (outcome == "discarded" and self.is_shut_down):
             raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self.delivered}", [group_id])
         self._in_training.discard(group_id)
-        if record.round == config.max_resample_rounds and outcome in ("dropped", "expired"):
-            self._bound_acted = True
+        self.has_left(record)
         self._settle_prompt(record)
         self.digest = hash((self.digest, group_id, record.round, record.attempts, record.sampled_tokens, record.end_step, now))
+
+    def has_left(self, record: GroupRecord) -> None:
+        """The same, perhaps before it is carried out: whether a bound acts."""
+        if record.round == self._config.max_resample_rounds and record.outcome in ("dropped", "expired"):
+            self._bound_acted = True
 
     def _settle_prompt(self, record: GroupRecord) -> None:
         """The prompt of a group that has left is spent, or was put back because nothing had judged it."""
         group_id, outcome = record.group_id, record.outcome
         prompt = self.prompt_of.pop(group_id)
-        was_lost = outcome == "dropped" and record.reason in LOST_REASONS
+        was_lost = record.category == "invalid" and (record.reason in LOST_REASONS or record.source == "loop")
         was_unused = outcome == "expired" or (outcome == "surplus" and record.reason == "domain_full")
         if group_id in self._given_back:
             if self._given_back.pop(group_id) is None and outcome != "cancelled":
@@ -344,19 +363,28 @@ class Invariants:
             config.fill == "shrink"
             or self._data_ended
             or count >= wanted - shrunk
-            or ((config.on_exhausted != "raise" or shrunk) and self._has_bound_acted(batch, metrics))
+            or ((config.on_exhausted != "raise" or shrunk) and (self._has_bound_acted() or self._tops_up(batch, metrics)))
         )
         if count > wanted or not may_be_short or not (count or batch.is_last):
             raise Violation(f"the batch holds {count} groups where {wanted} were asked for, and nothing allows that", ids)
 
-    def _has_bound_acted(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
+    def _tops_up(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
+        """Whether a group of the last round that is allowed was dropped, and yet tops the batch up."""
+        last = self._config.max_resample_rounds
+        return bool(metrics["scheduler/topped_up_count"]) and any(group.round == last for group in batch.groups)
+
+    def _has_bound_acted(self) -> bool:
         """Whether no more groups may be launched for the batch, or some group has left in the last round that is allowed."""
-        last, limit = self._config.max_resample_rounds, self._config.max_groups_per_batch
-        if limit is not None and self.asked - self._asked_before >= limit:
-            return True
-        if self._bound_acted or (metrics["scheduler/topped_up_count"] and any(group.round == last for group in batch.groups)):
-            return True
-        return any(group.outcome is not None and group.round == last for group in self.machine._groups.values())  # not recorded yet
+        limit = self._config.max_groups_per_batch
+        return (limit is not None and self.asked - self._asked_before >= limit) or self._has_round_ended()
+
+    def _has_round_ended(self) -> bool:
+        last = self._config.max_resample_rounds
+        return (
+            self._bound_acted
+            or any(group.outcome is not None and group.round == last for group in self.machine._groups.values())  # not recorded yet
+            or any(group.round == last for group, _, _ in self.machine._spare)
+        )
 
     def _check_mix(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """Where kept groups are mixed, the shares hold over all batches within a group or two, until something makes them impossible."""
@@ -364,7 +392,7 @@ class Invariants:
         if shares is None or config.mix_on != "kept" or config.fill == "shrink":
             return
         self._by_domain.update([group.task.domain for group in batch.groups])
-        if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self._has_bound_acted(batch, metrics):
+        if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self._has_bound_acted():
             self._shares_broken = True
         if self._shares_broken:
             return
@@ -432,7 +460,7 @@ class Invariants:
         if player.events > MOST_EVENTS:
             raise Violation(f"the run has not ended after {player.events} events: it would go on for ever")
         machine, ledger = self.machine, self._ledger
-        self._see_draw()
+        self._see_draws()
         groups = machine._groups
         running = sum(group.running for group in groups.values())
         detached = sum(group.detached for group in groups.values())
@@ -484,7 +512,7 @@ class Invariants:
         """The books are those of a checkpoint, from whose state this machine goes on."""
         self._watch(machine)
         self.lost_tokens += lost_tokens
-        self._see_draw()
+        self._see_draws()
         for task_id, epoch in saved["outstanding"]:
             self.returned(task_id, epoch)
         waiting = {entry["group_id"] for entry in saved["committed"]}

@@ -91,6 +91,8 @@ class Player:
         self._is_shut_down = False
         self.source = world.make_source(scenario)
         self.machine = Scheduler(scenario.config, self._filters, guard=world.make_guard(scenario))
+        self.fills_s: list[float] = []  # how long each batch took, from the request to its delivery
+        self._wanted_at = 0.0
         self.engine_tokens = 0  # of generations that have ended: the independent count
         self.check = Invariants(self.machine, scenario)
         self._start_process()
@@ -195,6 +197,7 @@ class Player:
                 self.check.returned(instruction.task.task_id, instruction.epoch)
             case ev.DeliverBatch():
                 self.is_wanting = False
+                self.fills_s.append(self.now - self._wanted_at)
                 self.check.batch(instruction.batch, instruction.metrics)
                 if instruction.batch.groups:
                     is_slow = self.faults.happens("slow_consumer", self.scenario.faults.slow_consumer)
@@ -236,6 +239,7 @@ class Player:
             self._shut_down()
             return
         self.is_wanting = True
+        self._wanted_at = self.now
         self.check.wanted(scenario.batch)
         left = scenario.batches - step - 1 if scenario.tells_batches_left else None
         self._tell(ev.BatchWanted(groups=scenario.batch, batches_left=left))

@@ -140,10 +140,10 @@ def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str,
         "redundancy": pick((0, 0, 0, 0, 1, 2)),
         "fill": fill,
         "collect": collect,
-        "max_resample_rounds": pick((1, 2, 3, 5, 10, 50)),
+        "max_resample_rounds": pick((1, 2, 3, 10, 50, 50)),
         "max_groups_per_batch": pick((None, None, batch, batch + 2, 4 * batch)) if fill == "refill" else None,
         "max_response_rounds": pick((1, 2, 3, 5)),
-        "on_exhausted": pick(("raise", "shrink", "shrink", "keep_low_information")),
+        "on_exhausted": pick(("raise", "shrink", "shrink", "keep_low_information", "keep_low_information")),
         "min_members": pick((None, None, None, 1, size, max(1, size - 1))),
         "truncated": pick(("mask", "mask", "keep", "invalid", "drop_group")),
         "on_member_failure": pick(("replace", "replace", "judge")),
@@ -181,10 +181,11 @@ def _faults(rng: Random, config: SchedulerConfig, latency_s: float, player: Play
     def rate(*rates: float) -> float:
         return pick(rates) if chance() < 0.3 else 0.0
 
-    saved_at = rng.randrange(5, 400)
+    events = 400 if player == "machine" else 100  # of which the run's first part is made
+    saved_at = rng.randrange(5, events)
     kills = tuple(
         Kill(saved_at=saved_at // (1 + number), killed_at=saved_at // (1 + number) + pick((0, 0, 7, 60)), at_step=chance() < 0.5)
-        for number in range(pick((0, 0, 1, 2)) if player == "machine" else pick((0, 0, 1)))
+        for number in range(pick((0, 0, 1, 2)))
     )
     return FaultPlan(
         engine_error=rate(0.02, 0.1, 0.4),
@@ -201,7 +202,7 @@ def _faults(rng: Random, config: SchedulerConfig, latency_s: float, player: Play
         worker_crash_s=rate(3.0, 10.0, 50.0) * latency_s,
         false_tick_s=rate(5.0, 30.0) if player == "machine" else 0.0,
         kills=kills,
-        stop_at=rng.randrange(3, 600) if chance() < 0.1 else None,
+        stop_at=rng.randrange(3, 2 * events) if chance() < 0.1 else None,
         cancel_at=tuple(pick((math.inf, math.inf, 0.0, 0.5, 2.0)) * latency_s for _ in range(8)) if player == "shell" else (),
     )
 
