@@ -23,7 +23,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,13 +213,11 @@ def wait_for(moment: Moment, process: Process, root: Path, before: set[Any], dur
 
 def look(root: Path, pattern: str | None) -> set[Any]:
     """What lies there now: a file that has changed is another one."""
-    found = set()
-    for path in () if pattern is None else root.glob(f"*/{pattern}"):
-        try:
+    found: set[Any] = set()
+    with suppress(OSError):  # it was deleted meanwhile: the next look sees the rest
+        for path in () if pattern is None else root.glob(f"*/{pattern}"):
             stat = path.stat()
-        except OSError:
-            continue
-        found.add((path, stat.st_ino, stat.st_mtime_ns if path.is_file() else 0))
+            found.add((path, stat.st_ino, stat.st_mtime_ns if path.is_file() else 0))
     return found
 
 

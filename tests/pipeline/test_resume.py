@@ -443,6 +443,21 @@ def test_a_run_that_failed_at_a_bound_goes_on_with_a_looser_one(model: Path, who
 # ---------------------------------------------------------------- what outlives a process
 
 
+def test_groups_that_were_under_way_are_launched_again_where_each_batch_gets_what_was_launched_for_it(model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "async_generation_ratio": 1.0,
+        "rewards": {"letters": {"verifier": {"type": "tests.pipeline.verifiers.begins_with_a"}}},
+        "resampling": {"fill": "shrink", "truncated": "keep"},
+        "engine__max_slots": 4,
+        "trainer__save_every_steps": 1,
+        "tasks__validation": [],
+        "validation": {},
+    }
+    folder = play(tmp_path, model, display=Stopper(2), **settings).folder
+    resume(folder, display=Recorder())
+    assert ask(folder, "SELECT requested, kept FROM batches") == [(3, 3)] * STEPS
+
+
 class Counting:
     """A filter that keeps groups with spread and remembers what it saw of each task."""
 

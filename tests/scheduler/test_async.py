@@ -103,6 +103,13 @@ def test_a_run_of_three_batches_launches_exactly_three_batches() -> None:
     assert not player.pending
 
 
+def test_a_last_batch_that_is_tried_anew_prepares_nothing_either() -> None:
+    player = player_of(2.0, on_exhausted="shrink", max_resample_rounds=1)
+    player.want(1, 0)
+    player.finish_group(0, SAME)
+    assert player.open_group_ids() == [1]
+
+
 def test_the_last_batch_leaves_nothing_behind_that_is_replaced_for_nobody() -> None:
     player = player_of(1.0, max_additional_running_prompts=2)
     player.scheduler._judged, player.scheduler._kept = 100, 10  # a poor acceptance: groups run ahead of their need
@@ -520,6 +527,19 @@ def test_restart_begins_generating_members_anew_with_their_seed_and_uses_up_no_r
     player.advance()
     assert player.record_of(1).attempts == 8
     assert player.record_of(1).sampled_tokens == 6 + 4
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 5])
+def test_a_restarted_member_has_all_its_rounds_left(restarts: int) -> None:
+    player = player_of(1.0, on_weight_update="restart", max_response_rounds=2, query=NO_FILTER)
+    player.want(1)
+    player.finish_group(0, MIXED)
+    for version in range(1, restarts + 1):
+        player.publish(version, player.members(1))
+    player.fail(player.members(1)[0])
+    assert len(player.members(1)) == 2
+    player.fail(player.members(1)[-1])
+    assert player.record_of(1).reason == "response_retries"
 
 
 def test_restart_touches_only_the_members_named_and_none_that_has_ended() -> None:

@@ -525,6 +525,16 @@ def test_case_74_the_prompt_of_a_lost_group_comes_back_once_after_the_batch_by_s
     assert player.scheduler.metrics()["scheduler/requeued_prompts"] == 1
 
 
+@pytest.mark.parametrize(("cause", "returned"), [("infrastructure", ["t0"]), ("policy", [])])
+def test_the_prompt_of_a_group_lost_for_want_of_rewards_comes_back_when_machinery_was_to_blame(cause: str, returned: list[str]) -> None:
+    player = pair(max_response_rounds=1)
+    player.want(1)
+    player.finish(0, None, failure=Failure(cause=cause, reason="reward_timeout"))  # type: ignore[arg-type]
+    assert player.record_of(0).reason == "response_retries"
+    player.finish_group(1, MIXED)
+    assert player.source.returned == returned
+
+
 def test_a_group_that_the_policy_lost_is_consumed_and_not_put_back() -> None:
     player = pair(max_response_rounds=1, response=RANGE)
     player.want(1)
@@ -601,6 +611,7 @@ def test_when_all_prompts_that_are_left_are_in_quarantine_the_run_says_so() -> N
         player.fail(next(iter(player.pending)))
     assert len(player.failures) == 1
     assert "all that are left (3) are in quarantine" in player.failures[0]
+    assert player.scheduler.prompts.skipped == 7  # one permutation may end with the three, and the next one begin with them
     assert "response_retries 3" in player.failures[0]
     assert "resampling.quarantine_after" in player.failures[0]
 

@@ -215,6 +215,15 @@ def test_broken_groups_never_top_up_a_batch() -> None:
     assert player.trained() == [[1]]
 
 
+def test_a_group_of_survivors_that_tops_a_batch_up_counts_only_those_that_have_a_reward() -> None:
+    player = pair(on_exhausted="keep_low_information", max_resample_rounds=1, on_member_failure="judge", min_members=1)
+    player.want(2)
+    player.finish_group(0, MIXED)
+    player.finish_group(1, [1.0, None])
+    assert player.trained() == [[0, 1]]
+    assert player.batches[0].groups[1].counted == (True, False)
+
+
 def test_a_batch_that_is_full_uses_no_spare() -> None:
     player = pair(on_exhausted="keep_low_information", max_resample_rounds=5)
     player.want(2)
@@ -533,6 +542,54 @@ def test_case_33_the_end_of_the_data_trains_every_accepted_group_and_then_tells_
     player.want(4)  # and again: an empty last batch
     assert player.batches[-1].is_last
     assert player.trained()[-1] == []
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_in_order_a_place_that_the_ended_data_leave_empty_is_taken_by_the_next_group(ratio: float) -> None:
+    player = pair(collect="in_order", async_generation_ratio=ratio, source=ListSource(make_task(f"t{i}") for i in range(4)))
+    player.want(2)
+    player.finish_group(0, SAME)
+    player.finish_group(1, MIXED)
+    assert not player.batches
+    player.finish_group(3, MIXED)
+    player.finish_group(2, MIXED)
+    assert player.trained() == [[1, 2]]
+    player.step()
+    player.want(2)
+    assert player.batches[-1].is_last
+    assert sorted(group_id for batch in player.trained() for group_id in batch) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_with_a_slow_source_the_last_batch_waits_until_it_is_known_to_be_the_last(mode: dict[str, object]) -> None:
+    player = pair(source=ListSource(make_task(f"t{i}") for i in range(3)), **mode)
+    player.hold_draws = True
+    player.want(2)
+    while player.scheduler.filling is not None or not player.batches[-1].is_last:
+        if player.scheduler.filling is None:
+            player.step()
+            player.want(2)
+        elif player.pending:
+            player.finish_group(player.open_group_ids()[0], MIXED)
+        else:
+            player.answer_draw()
+    assert player.trained() in ([[0, 1], [2]], [[0, 1], [2], []])
+    assert all(batch.groups or batch.is_last for batch in player.batches)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_at_the_end_of_the_data_every_batch_but_the_last_is_full_where_it_is_refilled(mode: dict[str, object]) -> None:
+    player = pair(source=ListSource(make_task(f"t{i}") for i in range(13)), **mode)
+    while not (player.batches and player.batches[-1].is_last):
+        player.want(3)
+        while player.scheduler.filling is not None:
+            group_id = player.open_group_ids()[-1]
+            player.finish_group(group_id, SAME if group_id % 3 == 1 else MIXED)
+        player.step()
+    sizes = [len(batch.groups) for batch in player.batches if batch.groups]
+    if mode["fill"] == "refill":
+        assert all(size == 3 for size in sizes[:-1])
+        assert sum(sizes) >= 8
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

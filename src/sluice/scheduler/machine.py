@@ -144,7 +144,7 @@ class Scheduler:
         self._next_attempt = 0
         self._next_group = 0
         self._requested = 0  # groups asked for
-        self._is_last_asked = False  # no batch will be asked for after this one
+        self._batches_left: int | None = None  # that will be asked for after this one; None: unknown
         self._wanted: int | None = None  # of these, how many the batch shall have; None: no batch is asked for
         self._wanted_since = 0.0
         self._needs: Counter[str] = Counter()  # groups of each domain that the batch shall have, where kept groups are mixed
@@ -275,14 +275,14 @@ class Scheduler:
         if self._stopped:
             raise SchedulerBug("BatchWanted after Shutdown")
         self._requested = self._wanted = event.groups
-        self._is_last_asked = event.batches_left == 0
+        self._batches_left = event.batches_left
         self._excused = set(self._ended)
         self._wanted_since = self._progress_at = now
         self._is_stall_told = False
         self._close_quota()  # of a batch that could not be filled, or was being filled when a checkpoint was taken
         self.buffer.advance_step(self.step, event.groups)
         self._collect_garbage(now, out)
-        self._open_slots(event.batches_left)
+        self._open_slots()
         self._go_on(now, out)
         self._arm(out)
 
@@ -290,12 +290,12 @@ class Scheduler:
         """No batch is open: only what may be prepared ahead is needed."""
         self.buffer.close_batch(max(0, self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0)))
 
-    def _open_slots(self, batches_left: int | None = None) -> None:
+    def _open_slots(self) -> None:
         """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none."""
         slots, wanted = self.slots, self._requested
         total = wanted + self.buffer.lookahead
-        if batches_left is not None:
-            total = min(total, wanted * (1 + batches_left))
+        if self._batches_left is not None:
+            total = min(total, wanted * (1 + self._batches_left))
         end = slots.base + total
         if self.config.goes_by_ticket:
             taken = {group.slot.ticket for group in self._groups.values() if group.outcome is None}
@@ -603,7 +603,7 @@ class Scheduler:
     @property
     def _prepares(self) -> bool:
         """Whether groups are launched while no batch is wanted."""
-        return self.config.is_async and not self._is_last_asked
+        return self.config.is_async and self._batches_left != 0
 
     def _trim_owed(self) -> None:
         """Slots that the lookahead has no room for are given up; the next batch opens what it needs."""
@@ -650,14 +650,15 @@ class Scheduler:
             self._go_on(now, out)
             return
         if self._is_dry():
-            is_empty = not (self.buffer.running or self.buffer.committed)
-            if is_empty and not kept and self.slots.drawing:
-                return  # of later batches: each is told that nothing is left, and the last one ends the run
-            if kept or is_empty:
-                self._deliver(now, out)
-            else:  # all groups of these tickets are gone, later ones are there
-                self.slots.next_batch(self._requested)
+            assert self._wanted is not None
+            later = self.buffer.running + self.buffer.committed - kept  # groups of tickets behind the batch
+            if not later and self.slots.drawing:
+                return  # of later batches: each is told that nothing is left, or brings a group after all
+            if later and (not kept or self.config.fill == "refill"):  # nothing comes for the empty places any more: it is their turn
+                self.slots.next_batch(self._wanted - kept if self.config.fill == "refill" else self._requested)
                 self._go_on(now, out)
+            else:
+                self._deliver(now, out)
             return
         policy = "shrink" if self.config.fill == "shrink" or tally.shrunk else self.config.on_exhausted
         if policy == "keep_low_information" and kept + len(self._spare):
@@ -982,6 +983,9 @@ class Scheduler:
         self.prompts.judged(open_group.task.task_id)
         self._judged += 1
         rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        if len(rewards) < len(group.rollouts):  # where survivors make the group, members without a reward have no part in its statistics
+            members = zip(group.counted, group.rollouts, strict=True)
+            group = replace(group, counted=tuple([is_counted and rollout.reward is not None for is_counted, rollout in members]))
         sums = Sums(sum(rewards), len(rewards), open_group.open_tokens, len(group.rollouts))
         self._tally.group_judged(group.task.domain, sums)
         guard = self.guard
@@ -1064,11 +1068,6 @@ class Scheduler:
         self._commit(open_group, group, Sums.of(group.rollouts), self._kept_by_guard(verdict), now, out)
 
     def _commit(self, open_group: OpenGroup, group: Group, sums: Sums, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
-        for rollout, is_counted in zip(group.rollouts, group.counted, strict=True):
-            if is_counted and rollout.reward is None:  # survivors make the group: this one has no part in its statistics
-                counted = [is_counted and one.reward is not None for is_counted, one in zip(group.counted, group.rollouts, strict=True)]
-                group = replace(group, counted=tuple(counted))
-                break
         open_group.reason, open_group.source = verdict.reason, verdict.source
         open_group.evidence = dict(verdict.evidence)
         if not self.buffer.commit(group):

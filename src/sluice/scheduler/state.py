@@ -34,6 +34,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
     delivered = {group.group_id for group in machine._delivered}
     committed: list[dict[str, Any]] = []
     interrupted: list[dict[str, Any]] = []
+    again = list(machine.slots.owed)  # given out, and no group came of them
     outstanding: list[list[Any]] = [[task.task_id, epoch] for task, epoch in machine.prompts.later]
     tokens = {id(group): 0 for group in machine._groups.values()}
     for attempt_id, group in machine._running.items():
@@ -65,6 +66,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
             record["end_step"] = machine.step
             if not spare and not held:
                 outstanding.append([group.task.task_id, group.epoch])
+                again.append(group.slot)
         interrupted.append(record)
     return {
         "version": VERSION,
@@ -77,6 +79,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
         # A batch that was delivered and not stepped on has taken nothing: its groups are committed here.
         "buffer": machine.buffer.state_dict() | ({"taken_of_oldest": 0} if delivered else {}),
         "slots": machine.slots.state_dict(),
+        "again": [list(slot) for slot in sorted(again, key=lambda slot: slot.ticket)],
         "prompts": machine.prompts.state_dict(),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
         "ledger": ledger.state_dict(),
@@ -102,6 +105,8 @@ def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]
         machine._next_group = int(saved["next_group"])
         machine.buffer.load_state_dict(saved["buffer"])
         machine.slots.load_state_dict(saved["slots"])
+        if machine.config.fill == "shrink":  # elsewhere what is missing is opened anew
+            machine.slots.owed.extend([Slot(*slot) for slot in saved["again"]])
         machine.prompts.load_state_dict(saved["prompts"])
         if machine.guard is not None and saved["guard"] is not None:
             machine.guard.load_state_dict(saved["guard"])

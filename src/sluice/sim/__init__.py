@@ -11,6 +11,8 @@ failure prints the command that repeats it and the story of the groups it is abo
     records.py       rollouts and events, made quickly
     shell_player.py  ShellPlayer: the same scenarios through LocalShell and NullEngine on a virtual event loop
     invariants.py    what must hold
+    prompts.py       what must hold of prompts: none lost, none twice
+    violation.py     what is raised where it does not
     story.py         events and instructions in words
     run.py           one seed, many seeds, and what a failure says
 
@@ -21,10 +23,10 @@ players, and whatever must hold of it into `invariants.py`.
 from __future__ import annotations
 
 from sluice.sim.faults import FaultPlan, Kill
-from sluice.sim.invariants import Violation
 from sluice.sim.player import Player
 from sluice.sim.run import Simulated, SimulationFailure, replay_command, simulate, simulate_many
 from sluice.sim.scenario import PlayerName, Scenario, draw_scenario
+from sluice.sim.violation import Violation
 
 __all__ = [
     "FaultPlan",

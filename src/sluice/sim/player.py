@@ -21,15 +21,17 @@ from sluice.scheduler import events as ev
 from sluice.scheduler.groups import mix
 from sluice.sim import world
 from sluice.sim.faults import Injector
-from sluice.sim.invariants import Invariants, Violation
+from sluice.sim.invariants import Invariants
 from sluice.sim.loops import SimulatedLoop
 from sluice.sim.records import make_drawn, make_finished, make_rollout
 from sluice.sim.scenario import Scenario
 from sluice.sim.story import told
+from sluice.sim.violation import Violation
 from sluice.types import Batch, Failure, FinishReason, Rollout
 
 CRASHED_AT_ONCE: Final = 3  # generations that die with one worker
 LONG: Final = 20.0  # a slow step, publish or draw, in units of a generation's median
+MOST_MOMENTS: Final = 300_000  # at which something happens, told to the machine or not; the longest run has a tenth
 _RUN: Final = 21  # a word that keeps these random numbers apart from those that drew the scenario
 _NEVER: Final = 1 << 60  # events
 
@@ -139,9 +141,11 @@ class Player:
                 self._interrupt()
                 heap = self._heap
         if not self._is_shut_down:
-            cause = self.machine.waiting_for(self.now)
-            raise Violation(f"nothing will ever happen again, but the run has not ended; the machine waits for {cause or 'no batch'}")
+            raise Violation(f"nothing will ever happen again, but the run has not ended; the machine waits for {self._cause()}")
         self.check.end(self)
+
+    def _cause(self) -> str:
+        return self.machine.waiting_for(self.now) or "no batch"
 
     def _push(self, after_s: float, act: Callable[[Any], None], argument: Any) -> None:
         self._push_at(self.now + after_s, act, argument)
@@ -194,7 +198,7 @@ class Player:
         match instruction:
             case ev.ReturnTask():
                 self.source.put_back(instruction.task.task_id, instruction.epoch)
-                self.check.returned(instruction.task.task_id, instruction.epoch)
+                self.check.put_back(instruction.task.task_id, instruction.epoch)
             case ev.DeliverBatch():
                 self.is_wanting = False
                 self.fills_s.append(self.now - self._wanted_at)
@@ -215,8 +219,6 @@ class Player:
             case ev.AttemptRefused():
                 if (refused := self.loops.get(instruction.group_id)) is not None:
                     refused.on_refused(instruction.reason)
-            case ev.MemberJudged():
-                pass  # the loop is told by `_finish`, which has the rollout
             case ev.Fail():
                 self.check.failed(instruction.message)
                 again = self._asked_again < self.scenario.asks_again
@@ -224,8 +226,8 @@ class Player:
                     self.is_wanting = False
                     self._asked_again += again
                     self._push(0.0, self._want if again else self._end, None)
-            case ev.Warn():
-                self.check.warned(instruction.key)
+            case ev.Warn() | ev.MemberJudged():
+                pass  # for a person; told to the loop by `_finish_in_loop`, which has the rollout
             case _:
                 raise Violation(f"no player knows the instruction {instruction!r}")
 
@@ -317,8 +319,9 @@ class Player:
         if drawn is None:
             self.check.nothing_left(domain)
             return ev.TasksExhausted()
-        self.check.drawn(drawn)
-        return make_drawn(*drawn)
+        task, epoch = drawn
+        self.check.prompts.drawn(task, epoch)
+        return make_drawn(task, epoch)
 
     # ------------------------------------------------------------ the engine
 
@@ -340,7 +343,7 @@ class Player:
             self.loops[group_id].on_launch(launch)
         check = self.check
         check.attempts += 1
-        if group_id not in check.prompt_of:
+        if group_id not in check.prompts.of:
             check.group_launched(group_id, launch.task)
         tokens = 1 + ((seed >> 10 & 1023) * self._max_tokens >> 10)
         fate = self.faults.fate() if self._has_fates else ""
@@ -520,6 +523,8 @@ class Player:
         if self._is_shut_down:
             return
         self._push(self._gap(self.scenario.faults.worker_crash_s), self._crash, None)
+        if self._sequence > MOST_MOMENTS:
+            raise Violation(f"the run has not ended, and nothing is told to the machine any more: it waits for {self._cause()}")
         dying = list(self._seated.values())[:CRASHED_AT_ONCE]
         if not dying:
             return

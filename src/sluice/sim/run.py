@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from sluice.errors import SluiceError
 from sluice.records.checkpoints import decode, encode
-from sluice.sim.invariants import Violation
 from sluice.sim.player import Player
 from sluice.sim.scenario import PlayerName, Scenario, draw_scenario
 from sluice.sim.shell_player import ShellPlayer
+from sluice.sim.violation import Violation
 
 LAST_EVENTS: Final = 30  # lines of the end of the run that a failure shows
 MOST_GROUPS: Final = 3  # whose stories it shows
@@ -62,7 +62,7 @@ def simulate(seed: int, player: PlayerName = "machine", *, scenario: Scenario | 
     started = process_time()
     try:
         played = _play(scenario, player, None)
-    except Exception as error:  # noqa: BLE001 - whatever breaks in a simulated run is the finding
+    except Exception as error:  # whatever breaks in a simulated run is the finding
         raise _failure(scenario, player, error) from error
     check = played.check
     return Simulated(

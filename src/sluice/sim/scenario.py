@@ -18,6 +18,7 @@ Query = Literal["no_filter", "std_filter", "mean_filter", "solved", "all"]
 Response = Literal["reward_range", "finish_reason"]
 
 DOMAINS: Final = ("algebra", "logic", "code")
+NO_FAULTS: Final = FaultPlan()
 _SCENARIO, _SHELL = 11, 12  # words that keep the random numbers of different purposes apart
 
 
@@ -61,7 +62,7 @@ class Scenario:
     cancel_latency_s: float = 0.0  # from a cancel until the engine stops sampling
     score_s: float = 0.0  # of scoring one response
     draw_s: float = 0.0  # of drawing one task
-    faults: FaultPlan = FaultPlan()
+    faults: FaultPlan = NO_FAULTS
 
     def __str__(self) -> str:
         """The settings that differ from their defaults, for a person."""
@@ -86,7 +87,7 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
     goal = pick((50, 100, 200, 400)) if player == "machine" else pick((10, 20, 40))
     latency_s = pick((0.2, 1.0, 1.0, 3.0))
     finite = chance() < 0.4
-    scenario = Scenario(
+    return Scenario(
         seed=seed,
         config=config,
         query=query,
@@ -113,9 +114,8 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
         cancel_latency_s=pick((0.0, 0.0, 0.05, 1.0)),
         score_s=pick((0.0, 0.0, 0.2, 2.0)),
         draw_s=pick((0.0, 0.0, 0.0, 0.05, 2.0)) if player == "machine" else 0.0,
-        faults=_faults(rng, config, latency_s, player) if chance() < 0.65 else FaultPlan(),
+        faults=_faults(rng, config, latency_s, player) if chance() < 0.65 else NO_FAULTS,
     )
-    return scenario
 
 
 def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str, ...], has_user_loop: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, Final
@@ -32,12 +32,14 @@ from sluice.scheduler import events as ev
 from sluice.scheduler.groups import mix
 from sluice.sim import world
 from sluice.sim.faults import Injector, Kill
-from sluice.sim.invariants import Invariants, Violation
+from sluice.sim.invariants import Invariants
 from sluice.sim.scenario import Scenario
 from sluice.sim.story import told
+from sluice.sim.violation import Violation
 from sluice.types import EMPTY, Batch, Failure, Rollout, Task, Verdict
 
 CRASHED_AT_ONCE: Final = 3  # generations that die with one worker
+MOST_CRASHES: Final = 10_000  # far more than a run has; a run that hangs is then seen to hang
 LONG: Final = 20.0  # a slow step, in units of a generation's median
 _RUN: Final = 31  # a word that keeps these random numbers apart from those that drew the scenario
 
@@ -177,7 +179,7 @@ class _Process:
         parts: list[Coroutine[Any, Any, None]] = [self._train(), self._close_in_the_middle()]
         if scenario.faults.worker_crash_s:
             parts.append(self._crash())
-        tasks = [self._loop.create_task(part, name=part.__qualname__) for part in parts]
+        tasks = [self._loop.create_task(part) for part in parts]
         await self._over.wait()  # whoever sets it has ended, broken or killed the run
         if not self.is_killed and self.problem is None:
             for task in tasks[1:]:
@@ -219,7 +221,7 @@ class _Process:
         try:
             step = player.machine.step
             self.engine.publish({}, step)
-            while step < scenario.batches and not player.is_shut_down:
+            while step < scenario.batches:
                 left = scenario.batches - step - 1 if scenario.tells_batches_left else None
                 batch = await self._next_batch(left)
                 if batch is None or not batch.groups:
@@ -245,7 +247,7 @@ class _Process:
 
     async def _next_batch(self, batches_left: int | None) -> Batch | None:
         """The next batch, however often the wait for it is cancelled. None: the shell was closed meanwhile."""
-        while True:
+        while not self.player.is_shut_down:
             waiting = self._loop.create_task(self.shell.next_batch(self.player.scenario.batch, batches_left), name="wait for a batch")
             after_s = self.player.next_cancel_s()
             await asyncio.wait([waiting], timeout=None if after_s == math.inf else after_s)
@@ -255,8 +257,7 @@ class _Process:
                 await asyncio.wait([waiting])
             if not waiting.cancelled():
                 return waiting.result()[0]
-            if self.player.is_shut_down:
-                return None
+        return None
 
     async def _close_in_the_middle(self) -> None:
         await self._stopping.wait()
@@ -347,7 +348,7 @@ class _Process:
     async def _crash(self) -> None:
         """Now and then a worker dies with what it is generating."""
         player = self.player
-        while True:
+        for _ in range(MOST_CRASHES):
             await asyncio.sleep(-player.scenario.faults.worker_crash_s * math.log(1.0 - player.random()))
             if self.engine.fail_running(CRASHED_AT_ONCE, "simulated crash"):
                 player.faults.counts["worker_crash"] += 1
@@ -362,8 +363,7 @@ class _Process:
             self.player.check.record(record, self.time())
 
     def event(self, level: str, message: str) -> None:
-        """Something was said."""
-        self.player.check.warned(level)
+        """For a person."""
 
 
 class _WatchedShell(LocalShell):
@@ -441,7 +441,7 @@ class _WatchedShell(LocalShell):
     def _launch(self, launch: ev.LaunchMember) -> None:
         check = self.process.player.check
         check.attempts += 1
-        if launch.group_id not in check.prompt_of:
+        if launch.group_id not in check.prompts.of:
             check.group_launched(launch.group_id, launch.task)
         if self.process.player.scenario.config.has_user_loop:
             self.granted.add(launch.attempt_id)
@@ -468,13 +468,13 @@ class _Source:
         if drawn is None:
             self._player.check.nothing_left(domain)
         else:
-            self._player.check.drawn(drawn)
+            self._player.check.prompts.drawn(*drawn)
         return drawn
 
     def put_back(self, task_id: str, epoch: int) -> None:
         """It is drawn again."""
         self._inner.put_back(task_id, epoch)
-        self._player.check.returned(task_id, epoch)
+        self._player.check.put_back(task_id, epoch)
 
 
 class _Loop(RolloutLoop):
