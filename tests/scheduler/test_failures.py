@@ -12,7 +12,7 @@ from sluice.config.models import FilterConfig
 from sluice.scheduler import events as ev
 from sluice.trainer import samples_from_batch
 from sluice.types import Failure
-from tests.fakes import NO_FILTER, STD_FILTER, ListSource, MachinePlayer, make_rollout, make_task
+from tests.fakes import NO_FILTER, STD_FILTER, DomainSource, ListSource, MachinePlayer, make_rollout, make_task
 
 MIXED = [1.0, 0.0]
 SAME = [1.0, 1.0]
@@ -337,6 +337,15 @@ def test_with_drop_group_a_truncated_member_stops_its_group_at_once() -> None:
     assert player.open_group_ids() == [1]
 
 
+def test_with_drop_group_a_truncated_member_that_the_response_filter_rejects_stops_its_group_too() -> None:
+    too_high = FilterConfig(type="reward_range", filter_args={"low": 0.0, "high": 1.0})
+    player = MachinePlayer.make(truncated="drop_group", query=NO_FILTER, response=too_high)
+    player.want(1)
+    player.finish(0, 7.0, finish_reason="length")
+    assert player.left() == [(0, "dropped", "truncated")]
+    assert {launch.group_id for launch in player.pending.values()} == {1}
+
+
 def test_with_drop_group_the_last_member_drops_it_too_and_as_truncated() -> None:
     player = pair(truncated="drop_group")
     player.want(1)
@@ -614,6 +623,42 @@ def test_when_all_prompts_that_are_left_are_in_quarantine_the_run_says_so() -> N
     assert player.scheduler.prompts.skipped == 7  # one permutation may end with the three, and the next one begin with them
     assert "response_retries 3" in player.failures[0]
     assert "resampling.quarantine_after" in player.failures[0]
+
+
+def test_good_groups_under_way_are_trained_before_quarantine_ends_the_run() -> None:
+    tasks = [make_task("good"), make_task("x"), make_task("x"), make_task("x"), make_task("x"), make_task("x")]
+    player = pair(max_response_rounds=1, quarantine_after=1, requeue=False, source=ListSource(make=lambda i: tasks[min(i, 5)]))
+    player.want(2)
+    player.fail(next(attempt_id for attempt_id, launch in player.pending.items() if launch.task.task_id == "x"))
+    assert not player.failures  # only "x" is left to draw, and the good group still runs
+    player.finish_group(0, MIXED)
+    assert [group.task.task_id for group in player.batches[0].groups] == ["good"]
+    assert not player.batches[0].is_last
+    player.step()
+    player.want(2)
+    assert "are in quarantine" in player.failures[0]
+
+
+def test_a_domain_of_which_all_prompts_are_in_quarantine_gives_its_share_to_the_others() -> None:
+    player = pair(
+        max_response_rounds=1,
+        quarantine_after=1,
+        requeue=False,
+        domains=("math", "code"),
+        domain_shares={"math": 1.0, "code": 1.0},
+        source=DomainSource(("math", "code"), {"code": 1}),
+    )
+    for _ in range(2):
+        player.want(2)
+        while player.pending:
+            attempt_id, launch = next(iter(player.pending.items()))
+            if launch.task.domain == "code":
+                player.fail(attempt_id)
+            else:
+                player.finish_group(launch.group_id, MIXED)
+        assert [group.task.domain for group in player.batches[-1].groups] == ["math", "math"]
+        player.step()
+    assert not player.failures
 
 
 def test_without_a_limit_nothing_is_put_into_quarantine() -> None:

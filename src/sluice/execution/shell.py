@@ -175,7 +175,7 @@ class LocalShell:
         """Scheduler and tasks as plain data and numpy arrays, taken in one moment. See `Scheduler.state_dict`; the source has its own."""
         in_flight = {attempt_id: one.handle.sampled_tokens for attempt_id, one in self._members.items()}
         in_flight.update({attempt_id: attempt.sampled_tokens for attempt_id, attempt in self._attempts.items()})
-        scheduler = self.scheduler.state_dict(in_flight)
+        scheduler = self.scheduler.state_dict(in_flight, self._loop.time())
         scheduler["ledger"]["tokens"]["late"] += sum([one.handle.sampled_tokens - one.counted_tokens for one in self._let_go])
         source: Any = self.source
         outstanding = [(task_id, epoch) for task_id, epoch in scheduler["outstanding"]]

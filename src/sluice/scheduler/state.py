@@ -20,14 +20,14 @@ from sluice.scheduler.slots import Slot
 from sluice.types import Failure, Group, Rollout, Task, Turn
 
 if TYPE_CHECKING:
-    from sluice.scheduler.machine import Scheduler
+    from sluice.scheduler.core import Core
 
 VERSION: Final = 1
 RESTART: Final = "restart"  # reason for which groups under way at a checkpoint are cancelled in it
 
 
-def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
-    """The state of a machine, which is not changed."""
+def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict[str, Any]:
+    """The state of a machine, which is not changed. now: None when nobody knows the time."""
     ledger = Ledger()
     ledger.load_state_dict(machine.ledger.state_dict())
     whole = {group.group_id: group for group in machine.buffer.groups()}
@@ -47,7 +47,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
             last_step = machine.buffer.last_step(group.group_id) if kept is not None else machine.step
             committed.append(_save_group(group, _regrouped(group) if kept is None else kept, last_step, tokens[id(group)]))
             continue
-        record = _record(group, tokens[id(group)])
+        record = _record(group, tokens[id(group)], group.started_at if now is None else now)
         if group.outcome is None:
             spare = any(entry[0] is group for entry in machine._spare)
             held = any(entry[0] is group for entry in machine._held)
@@ -94,7 +94,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
+def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
     """Bring a fresh machine to a saved state; the records of the groups that were interrupted."""
     if machine._next_group or machine._next_attempt:
         raise RecordError("expected a fresh machine to load a state into, got one that has launched groups - make a new one")
@@ -124,7 +124,7 @@ def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]
         raise RecordError(f"the saved state of the scheduler is torn or not ours: {type(error).__name__}: {error}") from error
 
 
-def _check(machine: Scheduler, saved: Mapping[str, Any]) -> None:
+def _check(machine: Core, saved: Mapping[str, Any]) -> None:
     for key, expected in (("version", VERSION), ("group_size", machine.config.group_size), ("seed", machine.config.seed)):
         if saved[key] != expected:
             advice = "resume with the settings of the saved run"
@@ -201,7 +201,7 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _load_group(machine: Scheduler, entry: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
+def _load_group(machine: Core, entry: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
     task = tasks.get(entry["task_id"])
     if task is None:
         raise RecordError(f"task {entry['task_id']!r} of a saved group is not in the data - resume with the data of the saved run")
@@ -258,8 +258,8 @@ def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Roll
 # ---------------------------------------------------------------- records
 
 
-def _record(group: OpenGroup, running_tokens: int) -> dict[str, Any]:
-    record = group.record(group.started_at)
+def _record(group: OpenGroup, running_tokens: int, now: float) -> dict[str, Any]:
+    record = group.record(now)
     out = {name: getattr(record, name) for name in record.__slots__}
     rewards = [_plain(reward) for reward in record.rewards]
     return out | {"rewards": rewards, "evidence": _plain_entries(record.evidence), "sampled_tokens": group.tokens + running_tokens}
