@@ -143,6 +143,7 @@ def test_groups_held_to_top_a_batch_up_leave_when_the_run_gives_up() -> None:
     player.want(2)
     player.finish_group(0, SAME)  # held in reserve; its replacement is drawn
     player.lose_group(1)  # the only prompt goes into quarantine
+    player.finish_group(2, SAME)
     assert player.failures
     assert [outcome for _, outcome, _ in player.left()][:1] == ["dropped"]
     assert not player.scheduler._spare

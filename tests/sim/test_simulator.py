@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from sluice.ledger import Ledger
 from sluice.records.checkpoints import decode, encode
-from sluice.scheduler import ReplayBuffer, Scheduler, SchedulerConfig
+from sluice.scheduler import ReplayBuffer, Scheduler, SchedulerConfig, judging
 from sluice.scheduler import events as ev
-from sluice.scheduler import machine as machine_file
 from sluice.scheduler.prompts import Prompts
 from sluice.sim import FaultPlan, Player, PlayerName, Scenario, SimulationFailure, draw_scenario, replay_command, simulate, simulate_many
 from sluice.sim.shell_player import ShellPlayer
@@ -77,12 +77,12 @@ def keep_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commit_a_partial_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = machine_file._group
+    whole = judging.group_of
 
     def partial(open_group: Any, rollouts: tuple[Any, ...], counted: tuple[bool, ...]) -> Group:
         return whole(open_group, rollouts[1:], counted[1:]) if open_group.group_id == 3 else whole(open_group, rollouts, counted)
 
-    monkeypatch.setattr(machine_file, "_group", partial)
+    monkeypatch.setattr(judging, "group_of", partial)
 
 
 def count_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +217,9 @@ def test_a_bug_of_the_shell_is_found_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     stop = LocalShell._stop
     monkeypatch.setattr(LocalShell, "_stop", lambda self, member: stop(self, member) + 1)
-    with pytest.raises(SimulationFailure, match=r"the ledger accounts for[\s\S]*repeat it with: sluice simulate --seed \d+ --player shell"):
-        for seed in range(100):
-            simulate(seed, "shell")
+    told = r"the ledger accounts for[\s\S]*repeat it with: sluice simulate --seed \d+ --player shell"
+    with pytest.raises(SimulationFailure, match=told):
+        any(map(partial(simulate, player="shell"), range(100)))
 
 
 def test_a_failure_tells_the_story_of_the_groups_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ class LocalShell:
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
         self._filling = 0  # groups of the batch that the machine is filling; 0: none
         self._ready: tuple[Batch, Mapping[str, float]] | None = None  # filled when nobody waited any more
-        self._untold: dict[int, int] = {}  # attempt_id -> tokens of rollouts on which the machine or a filter broke
+        self._untold: dict[int, int] = {}  # attempt_id -> tokens of members that were stopped before the machine was told
         self._error: BaseException | None = None
         self._is_error_told = False
         self._is_shut_down = False
@@ -245,10 +245,12 @@ class LocalShell:
         if not self._is_shut_down:
             self._is_shut_down = True
             self.tell(ev.Shutdown())
-            for member in list(self._members.values()):  # none, unless the machine itself is broken
-                self._stop(member)
-            for attempt in list(self._attempts.values()):
-                attempt.let_go()
+            # What is left: members whose cancel is still to be carried out, or everything when the machine itself is broken.
+            for member in list(self._members.values()):
+                self._untold[member.launch.attempt_id] = self._stop(member)
+            for attempt_id, attempt in list(self._attempts.items()):
+                self._untold[attempt_id] = attempt.let_go()
+            self._attempts.clear()
             for group_id in list(self._contexts):
                 self._stop_loop(group_id)
 
@@ -431,6 +433,13 @@ class LocalShell:
         context = self._contexts[order.group_id] = LoopContext(self, order)
         task = self._loop.create_task(self._play_loop(self._user_loop, context), name=f"loop of group {order.group_id}")
         self._loop_tasks[order.group_id] = task
+        task.add_done_callback(partial(self._loop_ended, context))
+
+    def _loop_ended(self, context: LoopContext, task: asyncio.Task[None]) -> None:
+        """Also when it was cancelled before it began."""
+        context.close()
+        self._contexts.pop(context.group_id, None)
+        self._loop_tasks.pop(context.group_id, None)
 
     async def _play_loop(self, loop: RolloutLoop, context: LoopContext) -> None:
         group_id = context.group_id
@@ -446,10 +455,6 @@ class LocalShell:
         except LoopError as error:
             if not context.is_closed:
                 self._fail(LoopError(f"{error}\n{self.scheduler.story(group_id)}"))
-        finally:
-            context.close()
-            self._contexts.pop(group_id, None)
-            self._loop_tasks.pop(group_id, None)
 
     def _stop_loop(self, group_id: int) -> None:
         context, task = self._contexts.get(group_id), self._loop_tasks.get(group_id)

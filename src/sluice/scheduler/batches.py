@@ -188,6 +188,7 @@ class Batches(LoopGroups):
         if not slots.draws:
             raise SchedulerBug(f"TaskDrawn ({task.task_id!r}) without a DrawTask")
         slot = slots.draws.popleft()
+        is_new = not self.prompts.is_drawn_again(task.task_id, event.epoch)
         if slot is None:
             self._return(task, event.epoch, out)  # its batch was filled meanwhile
             return
@@ -197,7 +198,7 @@ class Batches(LoopGroups):
             raise SchedulerBug(f"a task of domain {slot.domain!r} was to be drawn, got {task.task_id!r} of domain {task.domain!r}")
         self._tally.drawn += 1
         if task.task_id in self.prompts.quarantined:
-            self._skip(slot, now, out)
+            self._skip(slot, is_new, now, out)
             return
         if self._skipped:
             self._skipped.pop(slot.domain, None)
@@ -229,10 +230,10 @@ class Batches(LoopGroups):
         for member_index in range(len(group.slots)):
             self._launch(group, member_index, now, out)
 
-    def _skip(self, slot: Slot, now: float, out: list[ev.Instruction]) -> None:
+    def _skip(self, slot: Slot, is_new: bool, now: float, out: list[ev.Instruction]) -> None:
         """A prompt in quarantine was drawn: it is consumed, and another one is drawn in its stead."""
         self.prompts.skipped += 1
-        self._skipped[slot.domain] += 1
+        self._skipped[slot.domain] += is_new  # what was put back says nothing about what is left
         # One permutation of the data may end with all of them and the next one begin with all of them.
         if self._skipped[slot.domain] <= 2 * len(self.prompts.quarantined):
             self.slots.draws.append(slot)

@@ -70,7 +70,7 @@ class Core(ABC):
         self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
         self._excused: set[str | None] = set()  # of these, at some time of this batch: it does not insist on its share of them
         self._is_quarantined_out = False  # the source has only prompts in quarantine left
-        self._skipped: Counter[str | None] = Counter()  # draws of prompts in quarantine, one after another, by the domain asked for
+        self._skipped: Counter[str | None] = Counter()  # new prompts in quarantine, one after another, by the domain asked for
         self._stopped = False
         self._empty_in_a_row = 0
         self._absent = dict.fromkeys(filters, 0)  # domain -> batches in a row without it
@@ -198,6 +198,7 @@ class Core(ABC):
 
     def _return(self, task: Task, epoch: int, out: list[ev.Instruction]) -> None:
         out.append(ev.ReturnTask(task=task, epoch=epoch))
+        self.prompts.back.add((task.task_id, epoch))
         self._is_quarantined_out = False
         self._ended.discard(None)
         self._ended.discard(task.domain)

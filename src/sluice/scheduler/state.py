@@ -80,7 +80,7 @@ def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict
         "buffer": machine.buffer.state_dict() | ({"taken_of_oldest": 0} if delivered else {}),
         "slots": machine.slots.state_dict(),
         "again": [list(slot) for slot in sorted(again, key=lambda slot: slot.ticket)],
-        "prompts": machine.prompts.state_dict(),
+        "prompts": machine.prompts.state_dict(outstanding),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
         "ledger": ledger.state_dict(),
         "judged": machine._judged,

@@ -153,7 +153,7 @@ class Invariants:
         elif "in a row kept nothing" in what:
             has_acted = config.fill == "shrink" or policy == "shrink" or self._has_bound_acted()
         elif "quarantine" in what:
-            has_acted = self.machine.prompts.skipped > 0
+            has_acted = self._are_prompts_in_quarantine
         else:
             has_acted = "guard.max_filter_ratio" in what and policy == "raise"
         if not has_acted:
@@ -297,11 +297,21 @@ class Invariants:
             return
         guard = self.scenario.guard
         shrunk = int(metrics.get("scheduler/shrunk_by_guard", 0.0)) if guard is not None and guard.policy == "shrink" else 0
-        may_be_short = config.fill == "shrink" or self._has_data_ended or count >= wanted - shrunk
+        may_be_short = config.fill == "shrink" or self._has_data_ended or self._are_prompts_in_quarantine or count >= wanted - shrunk
         if not may_be_short and (config.on_exhausted != "raise" or shrunk):
             may_be_short = self._has_bound_acted() or self._tops_up(batch, metrics)
         if count > wanted or not may_be_short or not (count or batch.is_last):
             raise Violation(f"the batch holds {count} groups where {wanted} were asked for, and nothing allows that", ids)
+
+    @property
+    def _are_prompts_in_quarantine(self) -> bool:
+        """Whether all prompts, or where domains are asked for all of one domain, are in quarantine."""
+        quarantined = self.machine.prompts.quarantined
+        if not quarantined:
+            return False
+        tasks = make_tasks(self.scenario.tasks, self.scenario.domains)
+        usable = {task.domain for task in tasks if task.task_id not in quarantined}
+        return not usable or (self._config.domain_shares is not None and len(usable) < len(self.scenario.domains))
 
     def _tops_up(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
         """Whether a group of the last round that is allowed was dropped, and yet tops the batch up."""
@@ -326,7 +336,7 @@ class Invariants:
     def _check_mix(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         self._kept_of.update([group.task.domain for group in batch.groups])
         is_short = len(batch.groups) < batch.requested or metrics["scheduler/topped_up_count"]
-        if is_short or self._has_data_ended or self._has_bound_acted():
+        if is_short or self._has_data_ended or self._are_prompts_in_quarantine or self._has_bound_acted():
             self._is_mix_kept = False
         else:
             self._compare_shares(self._kept_of, "trained groups")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -87,8 +88,14 @@ def simulate_many(seeds: Sequence[int], player: PlayerName = "machine", *, worke
     if workers == 1:
         yield from map(_simulate_bunch, bunches)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+    level = logging.getLogger("sluice").level
+    with ProcessPoolExecutor(workers, get_context("forkserver"), initializer=_log_from, initargs=(level,)) as pool:
         yield from pool.map(_simulate_bunch, bunches)
+
+
+def _log_from(level: int) -> None:
+    """In a worker: as quiet as the process that started it."""
+    logging.getLogger("sluice").setLevel(level)
 
 
 def _simulate_bunch(bunch: tuple[Sequence[int], PlayerName]) -> Simulated:
