@@ -436,6 +436,7 @@ def check_prompts(chain: Chain, story: Story, draws: Sequence[tuple[str, int]]) 
             assert last.reason == "shutdown"
 
 
+@pytest.mark.timeout(600)  # it takes a fraction of that, unless the machine is busy with other things
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 2.0])
 def test_a_run_that_is_killed_at_any_moment_goes_on_and_loses_nothing(tmp_path: Path, model: Path, runs: Zygote, ratio: float) -> None:
     chains = itertools.count()

@@ -184,6 +184,34 @@ def test_a_prompt_comes_back_once_in_each_epoch_also_when_epochs_overlap() -> No
     assert [prompts.may_come_back(task, epoch) for epoch in (0, 1, 0, 1)] == [True, True, False, False]
 
 
+def test_prompts_in_quarantine_that_come_back_do_not_count_as_all_that_is_left() -> None:
+    scheduler = Scheduler(SchedulerConfig(group_size=2, quarantine_after=1), make_filters(group_size=2))
+    bad, good = make_task("bad"), make_task("good")
+    scheduler.prompts.quarantined["bad"] = "group_timeout"
+    scheduler.prompts.back.update({("bad", 0), ("bad", 1), ("bad", 2)})  # of groups that were cancelled when it was not there yet
+    scheduler.handle(ev.BatchWanted(groups=1), 0.0)
+    for epoch in range(3):
+        assert scheduler.handle(ev.TaskDrawn(task=bad, epoch=epoch), 0.0) == [ev.DrawTask()]
+    assert len(scheduler.handle(ev.TaskDrawn(task=good, epoch=2), 0.0)) == 2
+
+
+def test_that_nothing_was_left_before_prompts_came_back_does_not_end_the_data() -> None:
+    player = pairs(source=ListSource([make_task("t0"), make_task("t1")]), max_response_rounds=1)
+    player.want(2)
+    player.hold_draws = True
+    player.lose_group(0)
+    player.lose_group(1)
+    assert len(player.draws) == 2
+    player.draws.clear()
+    handle = player.scheduler.handle
+    first = handle(ev.TasksExhausted(), 9.0)  # both prompts are put back, and drawn for again
+    assert [type(one) for one in first] == [ev.ReturnTask, ev.ReturnTask, ev.DrawTask]
+    second = handle(ev.TasksExhausted(), 9.0)  # was asked for before that
+    assert [type(one) for one in second] == [ev.DrawTask]
+    for task_id in ("t0", "t1"):
+        assert len(handle(ev.TaskDrawn(task=make_task(task_id), epoch=0), 9.0)) == 2
+
+
 @pytest.mark.parametrize("since", [2.904078757487, 30.336851093292, 1.0])
 def test_a_stall_is_told_when_its_time_has_come_whatever_the_digits_of_the_clock(since: float) -> None:
     scheduler = Scheduler(SchedulerConfig(group_size=2, stall_warning_s=2.0), make_filters(group_size=2))

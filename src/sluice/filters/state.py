@@ -6,8 +6,9 @@ Only objects of user classes with `state_dict` and `load_state_dict` have any; s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from typing import Any
+
+import numpy as np
 
 from sluice.errors import FilterError
 from sluice.filters.base import DomainFilters, Filter
@@ -66,7 +67,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(entry) for entry in value]
-    return deepcopy(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _asked(custom: Custom[Any], method: str, *arguments: Any) -> Any:

@@ -188,6 +188,7 @@ class Batches(LoopGroups):
         if not slots.draws:
             raise SchedulerBug(f"TaskDrawn ({task.task_id!r}) without a DrawTask")
         slot = slots.draws.popleft()
+        self._stale_draws = max(0, self._stale_draws - 1)
         is_new = not self.prompts.is_drawn_again(task.task_id, event.epoch)
         if slot is None:
             self._return(task, event.epoch, out)  # its batch was filled meanwhile
@@ -257,19 +258,20 @@ class Batches(LoopGroups):
         if not slots.draws:
             raise SchedulerBug("TasksExhausted without a DrawTask")
         slot = slots.draws.popleft()
+        is_stale, self._stale_draws = self._stale_draws > 0, max(0, self._stale_draws - 1)
         if slot is None:
             return  # whoever asks next is told again
         self._is_quarantined_out = False
-        self._source_ended(slot, now, out)
+        self._source_ended(slot, now, out, is_stale=is_stale)
 
-    def _source_ended(self, slot: Slot, now: float, out: list[ev.Instruction]) -> None:
-        """The source has nothing (usable) left for a slot: it stays owed, in case a prompt comes back."""
+    def _source_ended(self, slot: Slot, now: float, out: list[ev.Instruction], *, is_stale: bool = False) -> None:
+        """The source has nothing (usable) left for a slot: it stays owed, in case a prompt comes back; is_stale: one is on its way."""
         if self._budget is not None:
             self._budget += 1
         self.slots.owed.appendleft(slot)
         if self.prompts.later:
             self._return_later(out)
-        elif slot.domain not in self._ended:
+        elif slot.domain not in self._ended and not is_stale:
             self._ended.add(slot.domain)
             self._excused.add(slot.domain)
             if slot.domain is not None and not self._is_dry():

@@ -70,6 +70,7 @@ class Core(ABC):
         self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
         self._excused: set[str | None] = set()  # of these, at some time of this batch: it does not insist on its share of them
         self._is_quarantined_out = False  # the source has only prompts in quarantine left
+        self._stale_draws = 0  # open draws asked for before a prompt was put back: that nothing is left for them does not say much
         self._skipped: Counter[str | None] = Counter()  # new prompts in quarantine, one after another, by the domain asked for
         self._stopped = False
         self._empty_in_a_row = 0
@@ -199,6 +200,7 @@ class Core(ABC):
     def _return(self, task: Task, epoch: int, out: list[ev.Instruction]) -> None:
         out.append(ev.ReturnTask(task=task, epoch=epoch))
         self.prompts.back.add((task.task_id, epoch))
+        self._stale_draws = len(self.slots.draws)
         self._is_quarantined_out = False
         self._ended.discard(None)
         self._ended.discard(task.domain)

@@ -463,7 +463,7 @@ class Invariants:
         self._in_training -= waiting
         self._restored = len(waiting)
         self._ended.clear()
-        self._is_mix_kept = False  # what was launched for the batch in progress is forgotten, with its places in the mix
+        self._is_mix_kept = self._is_mix_drawn = False  # what was under way is forgotten, with its places in the mix
         self._is_last = False
 
     # ------------------------------------------------------------ at the end

@@ -94,7 +94,7 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
         response=pick((None, None, "reward_range", "finish_reason")),
         guard=_guard(rng) if chance() < 0.3 else None,
         domains=domains,
-        tasks=max(len(domains), pick((3, 20, 40, 90, 300))),
+        tasks=max(len(domains), pick((3, 20, 40, 40, 90, 90, 300))),
         epochs=pick((1, 1, 2, 3)) if finite else None,
         solve_shift=pick((0.0, 0.0, 0.0, -0.3, 0.3)),
         truncated_share=pick((0.0, 0.0, 0.05, 0.3)),
@@ -137,7 +137,7 @@ def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str,
     return {
         "group_size": size,
         "seed": rng.getrandbits(32),
-        "redundancy": pick((0, 0, 0, 0, 1, 2)),
+        "redundancy": pick((0, 0, 0, 0, 0, 0, 1, 2)),
         "fill": fill,
         "collect": collect,
         "max_resample_rounds": pick((1, 2, 3, 10, 50, 50)),
@@ -188,12 +188,12 @@ def _faults(rng: Random, config: SchedulerConfig, latency_s: float, player: Play
         for number in range(pick((0, 0, 1, 2)))
     )
     return FaultPlan(
-        engine_error=rate(0.02, 0.1, 0.4),
+        engine_error=rate(0.02, 0.1, 0.3),
         hang=rate(0.01, 0.05, 0.2) if config.group_timeout_s is not None else 0.0,
-        reward_error=rate(0.02, 0.1, 0.4),
+        reward_error=rate(0.02, 0.1, 0.3),
         reward_timeout=rate(0.02, 0.1),
         reward_nan=rate(0.02, 0.1),
-        duplicate=rate(0.05, 0.5) if player == "machine" else 0.0,
+        duplicate=rate(0.05, 0.2) if player == "machine" else 0.0,
         late_result=rate(0.2, 1.0) if player == "machine" else 0.0,
         slow_ack=rate(0.2, 1.0) if player == "machine" else 0.0,
         slow_consumer=rate(0.1, 0.5),

@@ -359,7 +359,7 @@ class _Process:
         """A group left."""
         if self.shell.held_records is not None:
             self.shell.held_records.append(record)
-        elif not self._over.is_set() or self.player.is_shut_down:
+        elif not self.is_killed:
             self.player.check.record(record, self.time())
 
     def event(self, level: str, message: str) -> None:
