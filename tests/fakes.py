@@ -198,11 +198,15 @@ class MachinePlayer:
         return cls(Scheduler(config, filters, guard=guard), source or ListSource(make=lambda i: make_task(f"t{i}")))
 
     def tell(self, event: ev.Event, seconds: float = 1.0) -> None:
-        """Tell one event, `seconds` after the last one, and carry out what follows."""
+        """Tell one event, `seconds` after the last one, and carry out what follows in order: draws are answered in the order of draws."""
         self.now += seconds
         self.carry_out(self.scheduler.handle(event, self.now))
 
     def carry_out(self, instructions: Iterable[ev.Instruction]) -> None:
+        self.carry_out_unchecked(instructions)
+        self.check()
+
+    def carry_out_unchecked(self, instructions: Iterable[ev.Instruction]) -> None:
         todo = list(instructions)
         while todo:
             instruction = todo.pop(0)
@@ -212,7 +216,7 @@ class MachinePlayer:
                     if self.hold_draws:
                         self.draws.append(instruction)
                     else:
-                        todo = self._drawn(instruction) + todo
+                        todo += self._drawn(instruction)
                 case ev.LaunchMember():
                     self.pending[instruction.attempt_id] = instruction
                     self.launches.append(instruction)
@@ -220,7 +224,7 @@ class MachinePlayer:
                     if self.hold_acks:
                         self.acks.append(instruction.attempt_id)
                     else:
-                        todo = self.acknowledge(instruction.attempt_id) + todo
+                        todo += self.acknowledge(instruction.attempt_id)
                 case ev.ReturnTask():
                     self.source.put_back(instruction.task.task_id, instruction.epoch)
                 case ev.RecordGroup():
@@ -246,7 +250,6 @@ class MachinePlayer:
                     self.loops.append(instruction)
                 case _:
                     raise AssertionError(instruction)
-        self.check()
 
     def _drawn(self, draw: ev.DrawTask) -> list[ev.Instruction]:
         drawn = self.source.draw(draw.domain)
@@ -284,7 +287,7 @@ class MachinePlayer:
         finish_reason: FinishReason = "stop",
         version: int | None = None,
         failure: Failure | None = None,
-    ) -> None:
+    ) -> Rollout:
         """A member delivers. version: of the weights that sampled it; None: those of the current step."""
         launch = self.pending.pop(attempt_id)
         self.engine_tokens += tokens
@@ -293,6 +296,7 @@ class MachinePlayer:
         if failure is not None:
             rollout = dataclasses.replace(rollout, failure=failure)
         self.tell(ev.MemberFinished(rollout=rollout))
+        return rollout
 
     def fail(self, attempt_id: int, tokens: int = 1, *, cause: FailureCause = "infrastructure", reason: str = "engine_error") -> None:
         self.pending.pop(attempt_id)
@@ -358,8 +362,7 @@ class MachinePlayer:
         for index, reward in enumerate(rewards):
             attempt_id = self.start_attempt(group_id, index)
             assert attempt_id is not None
-            rollouts.append(make_rollout(self.pending[attempt_id], reward, version=self.scheduler.step))
-            self.finish(attempt_id, reward)
+            rollouts.append(self.finish(attempt_id, reward))
         return rollouts
 
     def give_back(self, group_id: int, rollouts: Iterable[Rollout] | None, *, reason: str = "", judged: Verdict | None = None) -> None:
@@ -407,7 +410,8 @@ class MachinePlayer:
         buffer, config = self.scheduler.buffer, self.scheduler.config
         additional = config.max_additional_running_prompts
         carried = buffer.committed if config.surplus == "carry" and not config.is_async else 0
-        assert buffer.running + buffer.committed <= max(buffer.quota + additional, carried)
+        if self.asked:  # after a resume, groups wait for the batch that will be asked for
+            assert buffer.running + buffer.committed <= max(buffer.quota + additional, carried)
         if self.asked and not self.failures and not self.scheduler._stopped:
             groups, _ = self.asked[-1]
             ahead = math.ceil(Fraction(repr(config.async_generation_ratio)) * groups)

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from sluice.errors import ConfigError as ConfigError
     from sluice.errors import FilterError as FilterError
     from sluice.errors import GenerationError as GenerationError
+    from sluice.errors import LoopError as LoopError
     from sluice.errors import RecordError as RecordError
+    from sluice.errors import RequestRefused as RequestRefused
     from sluice.errors import ResampleError as ResampleError
     from sluice.errors import RewardError as RewardError
     from sluice.errors import SluiceError as SluiceError
     from sluice.errors import TaskError as TaskError
     from sluice.errors import TrainerError as TrainerError
+    from sluice.execution import Judged as Judged
+    from sluice.execution import LoopContext as LoopContext
+    from sluice.execution import RolloutLoop as RolloutLoop
     from sluice.types import Batch as Batch
     from sluice.types import Failure as Failure
     from sluice.types import Group as Group
@@ -46,6 +51,7 @@ _ROOMS = frozenset(
         "records",
         "rewards",
         "scheduler",
+        "sim",
         "tasks",
         "trainer",
         "types",
@@ -60,6 +66,8 @@ _HOME_OF = {
             "ConfigError",
             "TaskError",
             "GenerationError",
+            "RequestRefused",
+            "LoopError",
             "RewardError",
             "FilterError",
             "TrainerError",
@@ -69,6 +77,7 @@ _HOME_OF = {
         "sluice.errors",
     ),
     **dict.fromkeys(("RlvrConfig", "load_config"), "sluice.config"),
+    **dict.fromkeys(("RolloutLoop", "LoopContext", "Judged"), "sluice.execution"),
 }
 
 __all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 - names only

@@ -20,7 +20,7 @@ class TaskError(SluiceError, ValueError):
 
 
 class GenerationError(SluiceError, RuntimeError):
-    """The engine is wrong: a request cannot be served, weights do not fit. A folder without a usable model is a `ConfigError`."""
+    """The engine is wrong: it is closed or broken, weights do not fit. A folder without a usable model is a `ConfigError`."""
 
 
 class RequestRefused(GenerationError):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,6 +62,17 @@ def test_filters_without_a_memory_are_silent():
     plain = build(math=reward({"type": "all", "filter_args": {"filters": [STD, {"type": f"{HERE}.Counting"}]}}))
     assert filters_state(plain) == {}
     load_filters_state(plain, {})
+
+
+def test_a_state_is_plain_data_and_does_not_change_when_the_filter_goes_on():
+    filters = build(math=reward({"type": f"{HERE}.GivesItselfAway"}))
+    judge_group = filters["math"].query.judge
+    judge_group(make_group([1.0, 0.0]))
+    state = filters_state(filters)["rewards.math.query_filter_config"]
+    for _ in range(2):
+        assert [type(value) for value in state.values()] == [dict, list, np.ndarray]
+        assert (state["counts"], state["last"], state["sums"].tolist()) == ({"1.0": 1}, [[1.0, 0.0]], [1.0])
+        judge_group(make_group([1.0, 1.0]))
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,9 @@ def always_right(task: Task, response: str) -> float:
 def never_returns(task: Task, response: str) -> float:
     while True:
         time.sleep(1)
+
+
+def hangs_on_the_first_prompt(task: Task, response: str) -> float:
+    while task.prompt == "aaa":
+        time.sleep(1)
+    return begins_with_a(task, response)

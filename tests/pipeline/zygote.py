@@ -4,7 +4,7 @@ It has one thread and never runs a torch operation, so that its children begin a
 `sluice` command line and ends with its exit code. Commands come as JSON lines on the standard input, reports leave on the standard output:
 
     {"run": 7, "args": ["train", ...], "output": "/tmp/out"}   ->   {"run": 7, "pid": 4711}, and later {"run": 7, "code": 0}
-    {"kill": 7}                                                     SIGKILL, unless it has ended
+    {"kill": 7, "signal": 9}                                        unless it has ended; SIGUSR1 shows where its threads are
 
 It alone waits for its children, so that a kill never meets another process that got the same number. When its input closes, it kills
 what is left of them and ends; when it is killed, the kernel kills them (Linux).
@@ -13,6 +13,7 @@ what is left of them and ends; when it is killed, the kernel kills them (Linux).
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -23,7 +24,11 @@ import traceback
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_NO_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # pyarrow's allocator
+_NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}  # pyarrow's allocator
 
 
 def main() -> None:
@@ -59,7 +64,7 @@ def main() -> None:
 
 def _import_everything() -> None:
     """All that a run imports, and what transformers would otherwise work out once in every process."""
-    import transformers.models.qwen2.modeling_qwen2
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers import conversion_mapping
 
     import sluice.cli.progress
@@ -73,7 +78,7 @@ def _import_everything() -> None:
 def _obey(command: dict[str, Any], pids: dict[int, int]) -> None:
     if "kill" in command:
         if command["kill"] in pids:
-            os.kill(pids[command["kill"]], signal.SIGKILL)
+            os.kill(pids[command["kill"]], command["signal"])
         return
     pid = os.fork()
     if not pid:
@@ -103,6 +108,7 @@ def _be_a_run(args: list[str], output: str) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, nothing), (1, shown), (2, shown)):
             os.dup2(source, target)
+        faulthandler.register(signal.SIGUSR1)
         sys.argv = ["sluice", *args]
         from sluice.cli import main as command
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -193,6 +194,27 @@ def test_an_ended_run_can_be_read_without_write_permission(folder: RunFolder, un
         folder.path.chmod(0o755)
         for p, mode in modes:
             p.chmod(mode)
+
+
+def test_a_run_killed_while_its_file_was_rolled_into_one_can_be_read_and_goes_on(
+    folder: RunFolder, record: MakeRecord, tmp_path: Path
+) -> None:
+    """Outside WAL mode SQLite undoes what was half written when it is opened next, which a reader alone may not do."""
+    with Journal(folder.run_db) as journal:
+        journal.group(record(group_id=1))
+    with closing(sqlite3.connect(folder.run_db, isolation_level=None)) as db:
+        db.execute("PRAGMA cache_size = 1")  # so that the file is written to before the commit
+        db.execute("BEGIN IMMEDIATE")
+        db.executemany("INSERT INTO events VALUES (0, 0, 'info', ?)", [("x" * 4096,)] * 100)
+        killed = RunFolder(shutil.copytree(folder.path, tmp_path / "killed"))
+    assert (killed.path / "run.db-journal").stat().st_size > 0
+    assert read_summary(killed.run_db).status == "finished"
+    assert not (killed.path / "run.db-journal").exists()
+    with Journal(killed.run_db) as journal:
+        journal.group(record(group_id=2))
+    with open_for_reading(killed.run_db) as db:
+        assert db.execute("SELECT group_id FROM groups").fetchall() == [(1,), (2,)]
+        assert db.execute("SELECT count(*) FROM events").fetchone() == (0,)
 
 
 def test_a_journal_continues_where_an_earlier_one_ended(folder: RunFolder, record: MakeRecord, rows: Query) -> None:

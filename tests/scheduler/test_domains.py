@@ -1,7 +1,8 @@
-"""Several domains in one run: shares of what is kept or of what is drawn, domains that end, that are absent, that may be older than others."""
+"""Several domains in one run: shares of what is kept or of what is drawn, domains that end, are absent, or may be older than others."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 
@@ -115,18 +116,19 @@ def test_every_batch_has_its_shares_while_the_trainer_steps_and_without(
     groups=st.integers(1, 6),
     ratio=st.sampled_from([0.0, 1.0, 2.0]),
     additional=st.integers(0, 3),
-    data=st.data(),
+    seed=st.integers(0, 1_000_000),
 )
-def test_over_many_batches_the_kept_shares_stay_within_one_group_of_what_was_asked(
-    weights: list[int], groups: int, ratio: float, additional: int, data: st.DataObject
+def test_over_many_batches_the_kept_shares_stay_within_a_group_of_what_was_asked(
+    weights: list[int], groups: int, ratio: float, additional: int, seed: int
 ) -> None:
+    chance = random.Random(seed)
     shares = {f"d{'abcd'[i]}": float(weight) for i, weight in enumerate(weights)}
     player = mixed(shares, async_generation_ratio=ratio, max_additional_running_prompts=additional, max_resample_rounds=1000)
     kept: Counter[str] = Counter()
     for number in range(1, 5):
         player.want(groups)
         while player.scheduler.filling is not None:
-            play(player, data.draw(st.sampled_from(player.open_group_ids())), data.draw(st.integers(0, 2)) > 0)
+            play(player, chance.choice(player.open_group_ids()), chance.random() < 0.6)
         kept.update(shares_of(player))
         for domain, weight in shares.items():
             assert abs(kept[domain] - number * groups * weight / sum(weights)) < len(weights)
@@ -397,38 +399,77 @@ def test_a_domain_with_a_wider_age_is_not_bound_by_the_share_of_the_oldest_step_
 # ---------------------------------------------------------------- overflow
 
 
-def test_case_82_when_full_domains_fill_the_buffer_the_oldest_goes_and_its_prompt_comes_back_once() -> None:
-    """Code ends and math takes its places; then code is back, and the buffer is full of math."""
-    player = mixed(sizes={"code": 1}, async_generation_ratio=1.0, max_staleness=3, max_resample_rounds=100)
+def carried(player: MachinePlayer, ready: int) -> list[int]:
+    """A first batch of one math and one code; of the math launched ahead, `ready` groups are carried on. Their ids, oldest first."""
+    player.scheduler._judged, player.scheduler._kept = 1000, 10  # a poor acceptance: groups are launched ahead
     player.want(2)
-    code = next(group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "code")
-    for group_id in player.open_group_ids():
-        if group_id != code:
-            play(player, group_id)
-    play(player, code)
-    assert shares_of(player) == {"math": 1, "code": 1}
-    assert not [record for record in player.records if record.outcome == "surplus"]
-
-
-def test_of_surplus_groups_those_of_a_full_domain_wait_for_the_next_batch_where_they_are_carried() -> None:
-    player = mixed(surplus="carry", max_staleness=2, max_additional_running_prompts=4, max_resample_rounds=100)
-    player.scheduler._judged, player.scheduler._kept = 100, 10
-    player.want(2)
-    maths = [group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "math"]
-    for group_id in maths:
+    maths = [group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "math"][: ready + 1]
+    assert len(maths) == ready + 1
+    for group_id in reversed(maths):
         play(player, group_id)
-    code = next(group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "code")
-    play(player, code)
-    assert shares_of(player) == {"math": 1, "code": 1}
-    assert player.scheduler.buffer.committed == len(maths) - 1
+    play(player, next(group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "code"))
+    assert maths[0] in player.trained()[-1]
+    assert [group.group_id for group in player.scheduler.buffer.groups()] == maths[1:]
     player.step()
+    player.scheduler._judged = player.scheduler._kept = 1000  # from now on everything is kept
+    return maths[1:]
+
+
+def test_carried_groups_of_a_full_domain_wait_for_their_batch() -> None:
+    player = mixed(surplus="carry", max_staleness=2, max_additional_running_prompts=6)
+    waiting = carried(player, 1)
     before = source_of(player).drawn_of("math")
     player.want(2)
-    code = next(group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "code")
-    play(player, code)
-    assert shares_of(player) == {"math": 1, "code": 1}
+    (code,) = player.open_group_ids()
+    assert domain_of(player, code) == "code"
     assert source_of(player).drawn_of("math") == before
-    assert player.trained()[-1][0] == maths[1]
+    play(player, code)
+    assert player.trained()[-1] == [*waiting, code]
+
+
+@pytest.mark.parametrize("ready", [2, 3])
+def test_more_carried_groups_of_a_full_domain_than_the_batch_holds_do_not_starve_the_others(ready: int) -> None:
+    player = mixed(surplus="carry", max_staleness=2, max_additional_running_prompts=6)
+    waiting = carried(player, ready)
+    player.want(2)
+    assert not player.failures
+    (code,) = player.open_group_ids()
+    play(player, code)
+    assert player.trained()[-1] == [waiting[0], code]
+    assert [group.group_id for group in player.scheduler.buffer.groups()] == waiting[1:]
+
+
+def test_case_82_when_ready_groups_of_a_full_domain_fill_the_buffer_the_one_with_the_oldest_member_goes() -> None:
+    """The batch takes no additional prompts any more, and three carried groups of math leave no room for the code that it lacks."""
+    player = mixed(surplus="carry", max_staleness=4, max_additional_running_prompts=6)
+    player.publish(3)
+    player.tell(ev.StepAdvanced(step=3))
+    player.scheduler._judged, player.scheduler._kept = 1000, 10
+    player.want(2)
+    first, a, b, c = [group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "math"]
+    for group_id, versions in {first: (3, 3), a: (1, 3), b: (1, 1), c: (2, 2)}.items():
+        for version, reward in zip(versions, MIXED, strict=True):
+            player.finish(player.members(group_id)[0], reward, version=version)
+    play(player, next(group_id for group_id in player.open_group_ids() if domain_of(player, group_id) == "code"))
+    assert [group.group_id for group in player.scheduler.buffer.groups()] == [a, b, c]
+    player.step()
+    state = player.scheduler.state_dict()
+    prompt = player.scheduler._groups[b].task
+    tasks = {group.task.task_id: group.task for group in player.scheduler.buffer.groups()}
+    later = mixed(surplus="carry", max_staleness=4)
+    later.scheduler.load_state_dict(state, tasks)
+    source_of(later).draw("math")
+    later.source = player.source
+    returned: list[str] = []
+    instructions = later.scheduler.handle(ev.BatchWanted(groups=2), 0.0)
+    returned = [instruction.task.task_id for instruction in instructions if isinstance(instruction, ev.ReturnTask)]
+    left = [instruction.record for instruction in instructions if isinstance(instruction, ev.RecordGroup)]
+    assert [(record.group_id, record.outcome, record.reason) for record in left] == [
+        (b, "surplus", "domain_full"),
+        (a, "surplus", "domain_full"),
+    ]
+    assert returned == [prompt.task_id, player.scheduler._groups[a].task.task_id]
+    assert ev.DrawTask(domain="code") in instructions
 
 
 # ---------------------------------------------------------------- metrics, guard, quarantine

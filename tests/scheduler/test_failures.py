@@ -12,7 +12,7 @@ from sluice.config.models import FilterConfig
 from sluice.scheduler import events as ev
 from sluice.trainer import samples_from_batch
 from sluice.types import Failure
-from tests.fakes import NO_FILTER, STD_FILTER, ListSource, MachinePlayer, make_rollout, make_task
+from tests.fakes import NO_FILTER, STD_FILTER, DomainSource, ListSource, MachinePlayer, make_rollout, make_task
 
 MIXED = [1.0, 0.0]
 SAME = [1.0, 1.0]
@@ -337,6 +337,15 @@ def test_with_drop_group_a_truncated_member_stops_its_group_at_once() -> None:
     assert player.open_group_ids() == [1]
 
 
+def test_with_drop_group_a_truncated_member_that_the_response_filter_rejects_stops_its_group_too() -> None:
+    too_high = FilterConfig(type="reward_range", filter_args={"low": 0.0, "high": 1.0})
+    player = MachinePlayer.make(truncated="drop_group", query=NO_FILTER, response=too_high)
+    player.want(1)
+    player.finish(0, 7.0, finish_reason="length")
+    assert player.left() == [(0, "dropped", "truncated")]
+    assert {launch.group_id for launch in player.pending.values()} == {1}
+
+
 def test_with_drop_group_the_last_member_drops_it_too_and_as_truncated() -> None:
     player = pair(truncated="drop_group")
     player.want(1)
@@ -525,6 +534,16 @@ def test_case_74_the_prompt_of_a_lost_group_comes_back_once_after_the_batch_by_s
     assert player.scheduler.metrics()["scheduler/requeued_prompts"] == 1
 
 
+@pytest.mark.parametrize(("cause", "returned"), [("infrastructure", ["t0"]), ("policy", [])])
+def test_the_prompt_of_a_group_lost_for_want_of_rewards_comes_back_when_machinery_was_to_blame(cause: str, returned: list[str]) -> None:
+    player = pair(max_response_rounds=1)
+    player.want(1)
+    player.finish(0, None, failure=Failure(cause=cause, reason="reward_timeout"))  # type: ignore[arg-type]
+    assert player.record_of(0).reason == "response_retries"
+    player.finish_group(1, MIXED)
+    assert player.source.returned == returned
+
+
 def test_a_group_that_the_policy_lost_is_consumed_and_not_put_back() -> None:
     player = pair(max_response_rounds=1, response=RANGE)
     player.want(1)
@@ -601,8 +620,45 @@ def test_when_all_prompts_that_are_left_are_in_quarantine_the_run_says_so() -> N
         player.fail(next(iter(player.pending)))
     assert len(player.failures) == 1
     assert "all that are left (3) are in quarantine" in player.failures[0]
+    assert player.scheduler.prompts.skipped == 7  # one permutation may end with the three, and the next one begin with them
     assert "response_retries 3" in player.failures[0]
     assert "resampling.quarantine_after" in player.failures[0]
+
+
+def test_good_groups_under_way_are_trained_before_quarantine_ends_the_run() -> None:
+    tasks = [make_task("good"), make_task("x"), make_task("x"), make_task("x"), make_task("x"), make_task("x")]
+    player = pair(max_response_rounds=1, quarantine_after=1, requeue=False, source=ListSource(make=lambda i: tasks[min(i, 5)]))
+    player.want(2)
+    player.fail(next(attempt_id for attempt_id, launch in player.pending.items() if launch.task.task_id == "x"))
+    assert not player.failures  # only "x" is left to draw, and the good group still runs
+    player.finish_group(0, MIXED)
+    assert [group.task.task_id for group in player.batches[0].groups] == ["good"]
+    assert not player.batches[0].is_last
+    player.step()
+    player.want(2)
+    assert "are in quarantine" in player.failures[0]
+
+
+def test_a_domain_of_which_all_prompts_are_in_quarantine_gives_its_share_to_the_others() -> None:
+    player = pair(
+        max_response_rounds=1,
+        quarantine_after=1,
+        requeue=False,
+        domains=("math", "code"),
+        domain_shares={"math": 1.0, "code": 1.0},
+        source=DomainSource(("math", "code"), {"code": 1}),
+    )
+    for _ in range(2):
+        player.want(2)
+        while player.pending:
+            attempt_id, launch = next(iter(player.pending.items()))
+            if launch.task.domain == "code":
+                player.fail(attempt_id)
+            else:
+                player.finish_group(launch.group_id, MIXED)
+        assert [group.task.domain for group in player.batches[-1].groups] == ["math", "math"]
+        player.step()
+    assert not player.failures
 
 
 def test_without_a_limit_nothing_is_put_into_quarantine() -> None:

@@ -10,6 +10,7 @@ import typer
 
 import sluice
 from sluice.cli.reporting import FAILED, STOPPED, reported, unless_nobody_reads
+from sluice.cli.simulate import simulate
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,3 +180,6 @@ def _checks(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 def _with_seed(overrides: list[str] | None, seed: int | None) -> list[str]:
     return [*(overrides or []), *([] if seed is None else [f"seed={seed}"])]
+
+
+app.command()(simulate)

@@ -163,8 +163,8 @@ class Attempt:
         started = loop.time()
         try:
             self._handle = handle = self._shell.engine.submit(request)
-        except RequestRefused as error:
-            raise self._failed("request_refused", describe_briefly(error)) from error
+        except RequestRefused as error:  # the same tokens would be put together again: the next try samples others
+            raise self._failed(Failure(cause="policy", reason="request_refused", detail=describe_briefly(error))) from error
         except Exception as error:  # the engine is broken or closed as a whole: no group can go on
             self._shell.broken(error)
             raise GroupClosed(f"group {self.context.group_id} has left: the engine takes no request any more") from error
@@ -178,7 +178,8 @@ class Attempt:
         fault = None if future.cancelled() else future.exception()
         self._require_open()
         if fault is not None or future.cancelled():
-            raise self._failed("engine_error", "the engine cancelled it" if fault is None else describe_briefly(fault)) from fault
+            detail = "the engine cancelled it" if fault is None else describe_briefly(fault)
+            raise self._failed(Failure(cause="infrastructure", reason="engine_error", detail=detail)) from fault
         self._handle = None
         self._generated_at = loop.time()
         self._generating_s += self._generated_at - started
@@ -275,8 +276,7 @@ class Attempt:
             )
         return left if max_new_tokens is None else min(max_new_tokens, left)
 
-    def _failed(self, reason: str, detail: str) -> AttemptFailed:
-        failure = Failure(cause="infrastructure", reason=reason, detail=detail)
+    def _failed(self, failure: Failure) -> AttemptFailed:
         self._fail(failure)
         return AttemptFailed(failure)
 
@@ -406,7 +406,7 @@ class LoopContext:
 
     async def members(self, play: Play = single_turn, *, count: int | None = None) -> list[Rollout] | None:
         """All members at the same time, replaced and, where there are redundant ones, cancelled as without a loop. In order of
-        member_index. None when fewer than `min_members` could be had.
+        member_index. None when fewer than `min_members` could be had. Raises the first of what `play` raised.
 
         play: plays one attempt and answers its reward. count: how many; None: group_size, and redundant ones beside them.
         """
@@ -456,9 +456,13 @@ class LoopContext:
                     attempt.cancel()
                 task.cancel()
 
-        async with asyncio.TaskGroup() as group:
-            lost = max(0, wanted - sum([begin(index) for index in places]))
-            end_if_decided()
+        try:
+            async with asyncio.TaskGroup() as group:
+                lost = max(0, wanted - sum([begin(index) for index in places]))
+                end_if_decided()
+        except BaseExceptionGroup as errors:
+            first = _first_of(errors)
+            raise first from first.__cause__
         if wanted - lost < least:
             self.give_up("response_retries")
             return None

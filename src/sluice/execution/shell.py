@@ -114,7 +114,7 @@ class LocalShell:
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
         self._filling = 0  # groups of the batch that the machine is filling; 0: none
         self._ready: tuple[Batch, Mapping[str, float]] | None = None  # filled when nobody waited any more
-        self._untold: dict[int, int] = {}  # attempt_id -> tokens of rollouts on which the machine or a filter broke
+        self._untold: dict[int, int] = {}  # attempt_id -> tokens of members that were stopped before the machine was told
         self._error: BaseException | None = None
         self._is_error_told = False
         self._is_shut_down = False
@@ -175,7 +175,7 @@ class LocalShell:
         """Scheduler and tasks as plain data and numpy arrays, taken in one moment. See `Scheduler.state_dict`; the source has its own."""
         in_flight = {attempt_id: one.handle.sampled_tokens for attempt_id, one in self._members.items()}
         in_flight.update({attempt_id: attempt.sampled_tokens for attempt_id, attempt in self._attempts.items()})
-        scheduler = self.scheduler.state_dict(in_flight)
+        scheduler = self.scheduler.state_dict(in_flight, self._loop.time())
         scheduler["ledger"]["tokens"]["late"] += sum([one.handle.sampled_tokens - one.counted_tokens for one in self._let_go])
         source: Any = self.source
         outstanding = [(task_id, epoch) for task_id, epoch in scheduler["outstanding"]]
@@ -234,7 +234,7 @@ class LocalShell:
                 elif kind is ev.RecordGroup:
                     self._record(instruction)  # type: ignore[arg-type]
                 else:
-                    todo.extendleft(reversed(self._carry_out(instruction)))
+                    todo.extend(self._carry_out(instruction))  # last: draws are answered in the order of asking
         except BaseException as error:  # noqa: BLE001 - whatever broke, also in user code, is raised where the batch is awaited
             if isinstance(event, ev.MemberFinished):
                 self._untold[event.rollout.attempt_id] = event.rollout.sampled_tokens
@@ -245,10 +245,12 @@ class LocalShell:
         if not self._is_shut_down:
             self._is_shut_down = True
             self.tell(ev.Shutdown())
-            for member in list(self._members.values()):  # none, unless the machine itself is broken
-                self._stop(member)
-            for attempt in list(self._attempts.values()):
-                attempt.let_go()
+            # What is left: members whose cancel is still to be carried out, or everything when the machine itself is broken.
+            for member in list(self._members.values()):
+                self._untold[member.launch.attempt_id] = self._stop(member)
+            for attempt_id, attempt in list(self._attempts.items()):
+                self._untold[attempt_id] = attempt.let_go()
+            self._attempts.clear()
             for group_id in list(self._contexts):
                 self._stop_loop(group_id)
 
@@ -431,6 +433,13 @@ class LocalShell:
         context = self._contexts[order.group_id] = LoopContext(self, order)
         task = self._loop.create_task(self._play_loop(self._user_loop, context), name=f"loop of group {order.group_id}")
         self._loop_tasks[order.group_id] = task
+        task.add_done_callback(partial(self._loop_ended, context))
+
+    def _loop_ended(self, context: LoopContext, task: asyncio.Task[None]) -> None:
+        """Also when it was cancelled before it began."""
+        context.close()
+        self._contexts.pop(context.group_id, None)
+        self._loop_tasks.pop(context.group_id, None)
 
     async def _play_loop(self, loop: RolloutLoop, context: LoopContext) -> None:
         group_id = context.group_id
@@ -446,10 +455,6 @@ class LocalShell:
         except LoopError as error:
             if not context.is_closed:
                 self._fail(LoopError(f"{error}\n{self.scheduler.story(group_id)}"))
-        finally:
-            context.close()
-            self._contexts.pop(group_id, None)
-            self._loop_tasks.pop(group_id, None)
 
     def _stop_loop(self, group_id: int) -> None:
         context, task = self._contexts.get(group_id), self._loop_tasks.get(group_id)

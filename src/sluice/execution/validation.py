@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from sluice.errors import GenerationError
+from sluice.errors import GenerationError, RequestRefused
 from sluice.generation.base import Engine, Generation, GenerationRequest
 from sluice.rewards.base import Scorer
 from sluice.scheduler.groups import mix
@@ -75,7 +75,10 @@ async def validate(
     async def generate(request: GenerationRequest) -> tuple[Generation | GenerationError, int]:
         """What the engine delivers, or why it failed; and the tokens that it sampled."""
         nonlocal delivered
-        handle = engine.submit(request)
+        try:
+            handle = engine.submit(request)
+        except RequestRefused as error:
+            return error, 0
         try:
             generation = await handle.future
         except GenerationError as error:
@@ -91,13 +94,15 @@ async def validate(
 
     async def evaluate(task: Task, request: GenerationRequest) -> _Result:
         generation, sampled = await generate(request)
-        if isinstance(generation, GenerationError):  # once more: an engine that broke as a whole refuses
+        if isinstance(generation, GenerationError) and not isinstance(generation, RequestRefused):
+            # Once more: an engine that broke as a whole takes nothing any more.
             generation, again = await generate(request)
             sampled += again
         if isinstance(generation, GenerationError):
             if not delivered and len(results) + 1 == min(total, MOST_OPEN):
                 raise generation
-            failure = Failure(cause="infrastructure", reason="engine_error", detail=f"{type(generation).__name__}: {generation}")
+            reason = "request_refused" if isinstance(generation, RequestRefused) else "engine_error"
+            failure = Failure(cause="infrastructure", reason=reason, detail=f"{type(generation).__name__}: {generation}")
             return _Result(task.domain, None, failure, False, sampled)
         score = await scorer.score(task, decode(generation.token_ids))
         return _Result(task.domain, score.reward, score.failure, generation.finish_reason == "length", sampled)

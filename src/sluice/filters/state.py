@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from sluice.errors import FilterError
 from sluice.filters.base import DomainFilters, Filter
 from sluice.filters.custom import Custom
@@ -15,8 +17,8 @@ from sluice.filters.naming import nearest
 
 
 def filters_state(filters: Mapping[str, DomainFilters]) -> dict[str, Any]:
-    """The state of every filter that has one, by the path of its configuration."""
-    return {where: _asked(custom, "state_dict") for where, custom in _stateful(filters).items()}
+    """The state of every filter that has one, by the path of its configuration: copies, since a filter may give its memory itself away."""
+    return {where: _copied(_asked(custom, "state_dict")) for where, custom in _stateful(filters).items()}
 
 
 def load_filters_state(filters: Mapping[str, DomainFilters], state: Mapping[str, Any]) -> None:
@@ -57,6 +59,15 @@ def _every_one_of(*filters: Filter[Any] | None) -> Iterator[Filter[Any]]:
         if one is not None:
             yield one
             yield from _every_one_of(*one.parts)
+
+
+def _copied(value: Any) -> Any:
+    """A state that nobody changes any more, its mappings as dictionaries and its sequences as lists."""
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(entry) for entry in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _asked(custom: Custom[Any], method: str, *arguments: Any) -> Any:

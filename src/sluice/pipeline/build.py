@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sluice.config import RlvrConfig
 from sluice.errors import ConfigError, LoopError
 from sluice.execution.loops import RolloutLoop, load_loop
@@ -35,6 +37,10 @@ class Parts:
     def decode(self, token_ids: TokenIds) -> str:
         """The text of sampled tokens, special tokens left out."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def encode(self, text: str) -> TokenIds:
+        """The token ids of a text, without special tokens: what a rollout loop puts between two generations."""
+        return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
 
 def build_parts(config: RlvrConfig, phase: Callable[[str], None]) -> Parts:

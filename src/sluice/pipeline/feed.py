@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sluice.execution import LocalShell
@@ -17,18 +17,31 @@ class Feed:
     next_batch gives None when the data end or the run is stopped.
     """
 
-    def __init__(self, loop: LoopThread, shell: LocalShell, *, groups: int, total_steps: int, steps: int = 0) -> None:
-        """steps: optimiser steps that are done already."""
+    def __init__(
+        self,
+        loop: LoopThread,
+        shell: LocalShell,
+        *,
+        groups: int,
+        total_steps: int,
+        steps: int = 0,
+        before_first: Callable[[], None] | None = None,
+    ) -> None:
+        """steps: optimiser steps that are done already. before_first: called when the first batch is wanted, its weights published."""
         self._loop = loop
         self._shell = shell
         self._groups = groups
         self._batches_left = total_steps - steps
+        self._before_first = before_first
         self.batch: Batch | None = None  # the one being trained
         self.filling: Mapping[str, float] = {}  # metrics of its filling
         self.fill_s = 0.0
 
     def next_batch(self) -> Batch | None:
         """Block until the next batch is full. Raises what broke the run."""
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
         started = time.monotonic()
         self._batches_left -= 1
         try:

@@ -41,8 +41,8 @@ CHANGEABLE: Final = (
     "guard.max_filter_ratio",
     "guard.policy",
 )
-"""Settings that may differ after a resume: none of them changes what has been saved, or which prompts come. Every bound is among them
-whose error advises to loosen it."""
+"""Settings that may differ after a resume: none of them changes what has been saved, or the order of the prompts. Every bound is among
+them whose error advises to loosen it."""
 
 _MODEL_FILES: Final = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # endings of what model and tokenizer are loaded from
 _PIECES: Final = 64  # of a file, that its fingerprint looks at: training moves nearly every weight
@@ -67,7 +67,7 @@ class ResumePoint:
 
 
 def open_run(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, RlvrConfig]:
-    """The folder of a run and its configuration, with overrides put over it and written down. Not locked yet.
+    """The folder of a run and its configuration, with overrides put over it. Not locked yet.
 
     Raises:
         RecordError: it is no run folder.

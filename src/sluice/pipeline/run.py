@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -94,6 +93,7 @@ class Run:
                     groups=self.config.rollout_batch_size,
                     total_steps=self.config.trainer.max_steps,
                     steps=self.steps,
+                    before_first=self._catch_up,
                 )
                 self.display.phase("building the trainer")
                 trainer = build_trainer(
@@ -149,6 +149,7 @@ class Run:
             on_change=self._show_filling,
             on_warning=lambda text: self.display.message(text, "warning"),  # the shell has written it down
             user_loop=self.parts.user_loop,
+            encode=self.parts.encode,
         )
         return scorer, shell
 
@@ -172,8 +173,7 @@ class Run:
         def take() -> dict[str, Any]:
             shell = self.shell.state_dict()
             tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
-            filters = copy.deepcopy(filters_state(self.parts.filters))  # a user's filter may give its memory itself away
-            return {"shell": shell, "filters": filters, "engine_tokens": tokens, "model": self.model}
+            return {"shell": shell, "filters": filters_state(self.parts.filters), "engine_tokens": tokens, "model": self.model}
 
         state = self.loop.do(take)
         self.journal.flush()
@@ -214,13 +214,23 @@ class Run:
                 fill_s=self.feed.fill_s,
             )
         )
-        reports = self.loop.do(lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.parts.engine.metrics()))
+        reports = self.loop.do(
+            lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.shell.loop_metrics(), self.parts.engine.metrics())
+        )
         written = self.sinks.write(step, metrics, self.feed.filling, *reports, {"time/fill_seconds": self.feed.fill_s})
         self._record_ledger(step)
         self.display.step(step, written)
-        every = self.config.validation.every_steps
-        if every is not None and step % every == 0 and step < self.config.trainer.max_steps and not batch.is_last:
+        if self._evaluation_is_due(step) and not batch.is_last:
             self._validate(step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.validation.every_steps
+        return every is not None and step % every == 0 and step < self.config.trainer.max_steps
+
+    def _catch_up(self) -> None:
+        """Make the evaluation for which a run that was stopped had no time."""
+        if self.steps and self._evaluation_is_due(self.steps):
+            self._validate(self.steps)
 
     def _record_ledger(self, step: int) -> None:
         tokens, attempts = self.loop.do(lambda: (dict(self.scheduler.ledger.tokens), dict(self.scheduler.ledger.attempts)))

@@ -225,11 +225,32 @@ def open_for_reading(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise RecordError(f"{path} must be a run.db, found nothing there - give the folder of a run")
     with _as_record_error(path):
-        db = _connect(f"{path.absolute().as_uri()}?mode=ro")
-        _check(db, path)
+        try:
+            db = _open_read_only(path)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                raise
+            _undo_half_written(path)
+            db = _open_read_only(path)
         with closing(db):
             db.execute("BEGIN")
             yield db
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    db = _connect(f"{path.absolute().as_uri()}?mode=ro")
+    try:
+        _check(db, path)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _undo_half_written(path: Path) -> None:
+    """Let SQLite undo the transaction in which a process was killed while the file was not in WAL mode: a reader is not allowed to."""
+    with closing(_connect(path)) as db:
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
@@ -238,13 +259,11 @@ def _check(db: sqlite3.Connection, path: Path) -> None:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
     except sqlite3.DatabaseError as error:
-        db.close()
         if isinstance(error, sqlite3.OperationalError):
             raise
         raise RecordError(f"{path} must be a run.db written by Sluice, got a file that is no database ({error})") from error
     if application == APPLICATION_ID and version == SCHEMA_VERSION:
         return
-    db.close()
     if application != APPLICATION_ID:
         raise RecordError(f"{path} must be a run.db written by Sluice, got another program's database - give the folder of a run")
     raise RecordError(f"{path} must have schema version {SCHEMA_VERSION}, got {version} - read it with the version of Sluice that wrote it")

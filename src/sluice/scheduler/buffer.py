@@ -3,13 +3,15 @@
 A commit or abort of a group that is not running (it expired, it was aborted before) is a counted no-op, never an error.
 Quota: each `advance_step` opens one batch; the first one adds ceil(r x batch) for an async_generation_ratio r. r = 0 is synchronous.
 Age: a group may be trained while step <= min(start step, oldest policy_version) + max_staleness, which is ceil(r) unless given; then it
-expires, running or committed. For a non-integer r at most floor(frac(r) x batch) groups of a batch come from the oldest permitted step.
+expires, running or committed. For a non-integer r at most floor(frac(r) x batch) groups of a batch come from the oldest permitted step,
+those apart that may become older than that. r is taken for the decimal number that it is written as: 1.1 x 10 is 11.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from fractions import Fraction
 
 from sluice.types import Group, Verdict
 
@@ -28,6 +30,7 @@ class ReplayBuffer:
         "_quota",
         "_ratio",
         "_running",
+        "_shared",
         "_taken_of_oldest",
         "expired",
         "late_transactions",
@@ -47,14 +50,15 @@ class ReplayBuffer:
                 f"max_staleness must be at least ceil(async_generation_ratio) ({math.ceil(async_generation_ratio)}), got {max_staleness} - "
                 "groups that start that far ahead would all expire"
             )
-        self._ratio = async_generation_ratio
+        self._ratio = Fraction(repr(float(async_generation_ratio)))
         self._max_age = math.ceil(async_generation_ratio) if max_staleness is None else max_staleness
         # Of a batch, that may come from the oldest permitted step; 0: no limit. A wider max_staleness lifts it.
-        self._oldest_share = async_generation_ratio % 1.0 if self._max_age == math.ceil(async_generation_ratio) else 0.0
+        self._oldest_share = self._ratio % 1 if self._max_age == math.ceil(self._ratio) else Fraction(0)
         self._additional = max_additional_running_prompts
         self._running: dict[int, int] = {}  # group_id -> start step
         self._committed: dict[int, Group] = {}  # in order of commit
         self._last_step: dict[int, int] = {}  # group_id -> last step at which it may be trained, running or committed
+        self._shared: set[int] = set()  # of these, the ones that share in the oldest permitted step; empty where it has no limit
         self._quota = 0
         self._opened = False
         self._batch_size = 0
@@ -96,7 +100,7 @@ class ReplayBuffer:
         if group_id in self._running or group_id in self._committed:
             raise ValueError(f"group {group_id} has already begun - every group needs an id of its own")
         self._running[group_id] = self.step
-        self._last_step[group_id] = self.step + (self._max_age if max_staleness is None else max_staleness)
+        self._may_be_trained_until(group_id, self.step + (self._max_age if max_staleness is None else max_staleness), max_staleness)
         return self.step
 
     def commit(self, group: Group) -> bool:
@@ -109,9 +113,11 @@ class ReplayBuffer:
         behind = start - group.policy_version
         if behind > 0:  # the weights that sampled it are older than its launch
             self._last_step[group_id] -= behind
-        waiting = sum([other.start_step == start for other in self._committed.values()]) if self._oldest_share else 0
-        if self._last_step[group_id] < self.step or self._share_is_used_up(start, waiting):
-            del self._last_step[group_id]
+        waiting = 0
+        if group_id in self._shared:
+            waiting = sum([other.start_step == start and other.group_id in self._shared for other in self._committed.values()])
+        if self._last_step[group_id] < self.step or self._share_is_used_up(group_id, start, waiting):
+            self._forget(group_id)
             self.expired += 1
             return False
         self._committed[group_id] = group
@@ -124,15 +130,15 @@ class ReplayBuffer:
         if self._running.pop(group_id, None) is None:
             self.late_transactions += 1
             return False
-        del self._last_step[group_id]
+        self._forget(group_id)
         return True
 
-    def restore(self, group: Group, last_step: int) -> None:
-        """Put a group back that was committed in an earlier process."""
+    def restore(self, group: Group, last_step: int, max_staleness: int | None = None) -> None:
+        """Put a group back that was committed in an earlier process. max_staleness: as in `begin`."""
         if group.group_id in self._running or group.group_id in self._committed:
             raise ValueError(f"group {group.group_id} is in the buffer already - restore into a fresh one")
         self._committed[group.group_id] = group
-        self._last_step[group.group_id] = last_step
+        self._may_be_trained_until(group.group_id, last_step, max_staleness)
 
     def last_step(self, group_id: int) -> int:
         """The last step at which a running or committed group may be trained."""
@@ -164,9 +170,9 @@ class ReplayBuffer:
             if len(taken) == n:
                 break
             group = self._committed[group_id]
-            if self._last_step[group_id] < self.step or self._share_is_used_up(group.start_step, 0):
+            if self._last_step[group_id] < self.step or self._share_is_used_up(group_id, group.start_step, 0):
                 continue
-            self._taken_of_oldest += group.start_step == self.step - self._max_age
+            self._taken_of_oldest += group_id in self._shared and group.start_step == self.step - self._max_age
             taken.append(group)
             self._remove(group_id)
         self._quota = max(0, self._quota - len(taken))
@@ -200,13 +206,15 @@ class ReplayBuffer:
         stale_running = [group_id for group_id in self._running if self._last_step[group_id] < self.step]
         if self._oldest_share:  # more of the oldest step than a batch may hold can never be trained: at the next step they are too old
             oldest = self.step - self._max_age
-            waiting = [group for group in self.groups() if group.start_step == oldest and self._last_step[group.group_id] >= self.step]
+            here = {group_id for group_id in self._shared if self._last_step[group_id] >= self.step}
+            waiting = [group for group in self.groups() if group.start_step == oldest and group.group_id in here]
             allowed = max(0, math.floor(self._oldest_share * self._batch_size) - self._taken_of_oldest)
             stale_committed += waiting[allowed:]
             if len(waiting) >= allowed:
-                stale_running += [i for i, start in self._running.items() if start == oldest and self._last_step[i] >= self.step]
+                stale_running += [group_id for group_id, start in self._running.items() if start == oldest and group_id in here]
         for group_id in stale_running:
-            del self._running[group_id], self._last_step[group_id]
+            del self._running[group_id]
+            self._forget(group_id)
         for group in stale_committed:
             self._remove(group.group_id)
         self.expired += len(stale_running) + len(stale_committed)
@@ -235,11 +243,21 @@ class ReplayBuffer:
         self.late_transactions = int(state["late_transactions"])
 
     def _remove(self, group_id: int) -> None:
-        del self._committed[group_id], self._last_step[group_id]
+        del self._committed[group_id]
+        self._forget(group_id)
 
-    def _share_is_used_up(self, start: int, waiting: int) -> bool:
+    def _may_be_trained_until(self, group_id: int, last_step: int, max_staleness: int | None) -> None:
+        self._last_step[group_id] = last_step
+        if self._oldest_share and (max_staleness is None or max_staleness == self._max_age):
+            self._shared.add(group_id)
+
+    def _forget(self, group_id: int) -> None:
+        del self._last_step[group_id]
+        self._shared.discard(group_id)
+
+    def _share_is_used_up(self, group_id: int, start: int, waiting: int) -> bool:
         """Whether a further group of that start step is one too many of the oldest permitted step, `waiting` of which are committed."""
-        if not self._oldest_share or start != self.step - self._max_age:
+        if group_id not in self._shared or start != self.step - self._max_age:
             return False
         return self._taken_of_oldest + waiting >= math.floor(self._oldest_share * self._batch_size)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sluice.types import Task
@@ -17,6 +17,7 @@ class Prompts:
         self._came_back: dict[str, list[int]] = {}  # task_id -> epochs in which it was put back
         self._losses: dict[str, int] = {}  # task_id -> groups lost since the last one that was judged
         self.quarantined: dict[str, str] = {}  # task_id -> reason of its last loss
+        self.back: set[tuple[str, int]] = set()  # (task_id, epoch) that were put back and have not been drawn again
         self.later: list[tuple[Task, int]] = []  # go back to the source when the batch in progress has been delivered
         self.requeued = 0
         self.skipped = 0  # draws of quarantined prompts
@@ -27,6 +28,13 @@ class Prompts:
             return False
         self._came_back.setdefault(task.task_id, []).append(epoch)
         self.requeued += 1
+        return True
+
+    def is_drawn_again(self, task_id: str, epoch: int) -> bool:
+        """Whether a drawn prompt is one that had been put back; it is not any more."""
+        if (task_id, epoch) not in self.back:
+            return False
+        self.back.remove((task_id, epoch))
         return True
 
     def lost(self, task: Task, epoch: int, reason: str) -> bool:
@@ -42,10 +50,12 @@ class Prompts:
         if self._losses:
             self._losses.pop(task_id, None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All counts; `later` is part of what is outstanding, and not in it."""
+    def state_dict(self, outstanding: Iterable[Sequence[Any]] = ()) -> dict[str, Any]:
+        """All counts; `later` is part of what is outstanding: [task_id, epoch] of prompts that the next process draws again."""
+        back = self.back.union((task_id, epoch) for task_id, epoch in outstanding)
         return {
             "came_back": {task_id: list(epochs) for task_id, epochs in self._came_back.items()},
+            "back": [list(prompt) for prompt in sorted(back)],
             "losses": dict(self._losses),
             "quarantined": dict(self.quarantined),
             "requeued": self.requeued,
@@ -55,6 +65,7 @@ class Prompts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was saved."""
         self._came_back = {task_id: list(epochs) for task_id, epochs in state["came_back"].items()}
+        self.back = {(task_id, int(epoch)) for task_id, epoch in state["back"]}
         self._losses = dict(state["losses"])
         self.quarantined = dict(state["quarantined"])
         self.requeued, self.skipped = int(state["requeued"]), int(state["skipped"])

@@ -2,7 +2,7 @@
 
 A ticket is a place in the order of the run: batch k of n groups has the tickets k*n to k*n + n - 1. The replacement of a dropped group has
 its ticket, one round later, and its domain. Where domains have shares, a ticket's domain is fixed: the shares hold in every batch as well
-as whole groups can hold them, and over many batches exactly.
+as whole groups can hold them, and over many batches exactly. Where the shares are of the draws, it is each draw that has its domain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Slot(NamedTuple):
 
     ticket: int
     round: int  # 1, or one more than that of the group it replaces
-    domain: str | None  # None: whatever the source gives
+    domain: str | None  # None: whatever the source gives, or not decided before it is drawn
 
 
 class Mix:
@@ -73,8 +73,11 @@ class Mix:
 class Slots:
     """Slots that wait to be launched, and draws of tasks under way for them."""
 
-    def __init__(self, mix: Mix | None) -> None:
+    def __init__(self, mix: Mix | None, *, mixes_draws: bool = False) -> None:
+        """mixes_draws: the shares are of the draws, and not of the tickets."""
         self.mix = mix
+        self._mixes_draws = mixes_draws
+        self._drawn = 0  # draws that had their turn in the mix
         self.base = 0  # first ticket of the batch that comes next
         self.next_ticket = 0  # no ticket from here on has been given out
         self.owed: deque[Slot] = deque()
@@ -83,7 +86,20 @@ class Slots:
     def give(self, ticket: int) -> Slot:
         """A slot of round 1."""
         self.next_ticket = max(self.next_ticket, ticket + 1)
-        return Slot(ticket, 1, None if self.mix is None else self.mix.domain_of(ticket))
+        return Slot(ticket, 1, None if self.mix is None or self._mixes_draws else self.mix.domain_of(ticket))
+
+    def owe_again(self, slot: Slot, round_number: int) -> None:
+        """The group of this slot has left: another one may take its place."""
+        self.owed.appendleft(slot._replace(round=round_number, domain=None if self._mixes_draws else slot.domain))
+
+    def to_draw(self, slot: Slot) -> Slot:
+        """The slot with its domain, which is decided here where the shares are of the draws."""
+        if self.mix is None or slot.domain is not None:
+            return slot
+        domain = self.mix.domain_of(self._drawn)
+        self._drawn += 1
+        self.mix.forget_before(self._drawn)
+        return slot._replace(domain=domain)
 
     @property
     def drawing(self) -> int:
@@ -103,15 +119,15 @@ class Slots:
         """A batch of `size` tickets has left."""
         self.base += size
         self.next_ticket = max(self.next_ticket, self.base)
-        if self.mix is not None:
+        if self.mix is not None and not self._mixes_draws:
             self.mix.forget_before(self.base)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the tickets are."""
-        return {"base": self.base, "next_ticket": self.next_ticket}
+        """Where the tickets are, and the draws in the mix."""
+        return {"base": self.base, "next_ticket": self.next_ticket, "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at these tickets; nothing is owed."""
-        self.base, self.next_ticket = int(state["base"]), int(state["next_ticket"])
+        self.base, self.next_ticket, self._drawn = int(state["base"]), int(state["next_ticket"]), int(state["drawn"])
         if self.mix is not None:
-            self.mix.advance_to(self.base)
+            self.mix.advance_to(self._drawn if self._mixes_draws else self.base)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from sluice.errors import RecordError
 from sluice.ledger import Ledger
 from sluice.scheduler import events as ev
@@ -18,26 +20,25 @@ from sluice.scheduler.slots import Slot
 from sluice.types import Failure, Group, Rollout, Task, Turn
 
 if TYPE_CHECKING:
-    from sluice.scheduler.machine import Scheduler
+    from sluice.scheduler.core import Core
 
 VERSION: Final = 1
 RESTART: Final = "restart"  # reason for which groups under way at a checkpoint are cancelled in it
 
 
-def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
-    """The state of a machine, which is not changed."""
+def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict[str, Any]:
+    """The state of a machine, which is not changed. now: None when nobody knows the time."""
     ledger = Ledger()
     ledger.load_state_dict(machine.ledger.state_dict())
     whole = {group.group_id: group for group in machine.buffer.groups()}
     delivered = {group.group_id for group in machine._delivered}
     committed: list[dict[str, Any]] = []
     interrupted: list[dict[str, Any]] = []
+    again = list(machine.slots.owed)  # given out, and no group came of them
     outstanding: list[list[Any]] = [[task.task_id, epoch] for task, epoch in machine.prompts.later]
-    attempts = {id(group): 0 for group in machine._groups.values()}
-    tokens = dict(attempts)
+    tokens = {id(group): 0 for group in machine._groups.values()}
     for attempt_id, group in machine._running.items():
         sampled = in_flight.get(attempt_id, 0)
-        attempts[id(group)] += 1
         tokens[id(group)] += sampled
         ledger.attempt_ended("cancelled", sampled)
     for group in machine._groups.values():
@@ -46,7 +47,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
             last_step = machine.buffer.last_step(group.group_id) if kept is not None else machine.step
             committed.append(_save_group(group, _regrouped(group) if kept is None else kept, last_step, tokens[id(group)]))
             continue
-        record = _record(group, tokens[id(group)])
+        record = _record(group, tokens[id(group)], group.started_at if now is None else now)
         if group.outcome is None:
             spare = any(entry[0] is group for entry in machine._spare)
             held = any(entry[0] is group for entry in machine._held)
@@ -65,6 +66,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
             record["end_step"] = machine.step
             if not spare and not held:
                 outstanding.append([group.task.task_id, group.epoch])
+                again.append(group.slot)
         interrupted.append(record)
     return {
         "version": VERSION,
@@ -74,9 +76,11 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
         "next_attempt": machine._next_attempt,
         "next_group": machine._next_group,
         "open_groups": list(machine._groups),
-        "buffer": machine.buffer.state_dict(),
+        # A batch that was delivered and not stepped on has taken nothing: its groups are committed here.
+        "buffer": machine.buffer.state_dict() | ({"taken_of_oldest": 0} if delivered else {}),
         "slots": machine.slots.state_dict(),
-        "prompts": machine.prompts.state_dict(),
+        "again": [list(slot) for slot in sorted(again, key=lambda slot: slot.ticket)],
+        "prompts": machine.prompts.state_dict(outstanding),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
         "ledger": ledger.state_dict(),
         "judged": machine._judged,
@@ -90,7 +94,7 @@ def save(machine: Scheduler, in_flight: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
+def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> list[ev.Instruction]:
     """Bring a fresh machine to a saved state; the records of the groups that were interrupted."""
     if machine._next_group or machine._next_attempt:
         raise RecordError("expected a fresh machine to load a state into, got one that has launched groups - make a new one")
@@ -101,6 +105,8 @@ def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]
         machine._next_group = int(saved["next_group"])
         machine.buffer.load_state_dict(saved["buffer"])
         machine.slots.load_state_dict(saved["slots"])
+        if machine.config.fill == "shrink":  # elsewhere what is missing is opened anew
+            machine.slots.owed.extend([Slot(*slot) for slot in saved["again"]])
         machine.prompts.load_state_dict(saved["prompts"])
         if machine.guard is not None and saved["guard"] is not None:
             machine.guard.load_state_dict(saved["guard"])
@@ -112,13 +118,13 @@ def load(machine: Scheduler, saved: Mapping[str, Any], tasks: Mapping[str, Task]
         for entry in saved["committed"]:
             _load_group(machine, entry, tasks)
         return [ev.RecordGroup(record=ev.GroupRecord(**_as_record(record))) for record in saved["interrupted"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, RecordError):
             raise
         raise RecordError(f"the saved state of the scheduler is torn or not ours: {type(error).__name__}: {error}") from error
 
 
-def _check(machine: Scheduler, saved: Mapping[str, Any]) -> None:
+def _check(machine: Core, saved: Mapping[str, Any]) -> None:
     for key, expected in (("version", VERSION), ("group_size", machine.config.group_size), ("seed", machine.config.seed)):
         if saved[key] != expected:
             advice = "resume with the settings of the saved run"
@@ -155,10 +161,19 @@ def _save_group(group: OpenGroup, whole: Group, last_step: int, running_tokens: 
         "tokens": group.tokens + running_tokens,
         "reason": group.reason,
         "source": group.source,
-        "evidence": dict(group.evidence),
+        "evidence": _plain_entries(group.evidence),
         "counted": list(whole.counted),
         "rollouts": [_save_rollout(rollout) for rollout in whole.rollouts],
     }
+
+
+def _plain(number: Any) -> Any:
+    """What user code gives may be of numpy."""
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def _plain_entries(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: _plain(number) for name, number in numbers.items()}
 
 
 def _save_rollout(rollout: Rollout) -> dict[str, Any]:
@@ -167,8 +182,8 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
         "attempt_id": rollout.attempt_id,
         "member_index": rollout.member_index,
         "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "metrics": dict(rollout.metrics),
+        "reward": _plain(rollout.reward),
+        "metrics": _plain_entries(rollout.metrics),
         "failure": None if failure is None else [failure.cause, failure.reason, failure.detail],
         "seconds": rollout.seconds,
         "turns": [
@@ -186,7 +201,7 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _load_group(machine: Scheduler, entry: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
+def _load_group(machine: Core, entry: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
     task = tasks.get(entry["task_id"])
     if task is None:
         raise RecordError(f"task {entry['task_id']!r} of a saved group is not in the data - resume with the data of the saved run")
@@ -222,7 +237,7 @@ def _load_group(machine: Scheduler, entry: Mapping[str, Any], tasks: Mapping[str
         epoch=group.epoch,
         counted=tuple(bool(counted) for counted in entry["counted"]),
     )
-    machine.buffer.restore(whole, int(entry["last_step"]))
+    machine.buffer.restore(whole, int(entry["last_step"]), machine.config.domain_staleness.get(task.domain))
 
 
 def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Rollout:
@@ -243,10 +258,11 @@ def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Roll
 # ---------------------------------------------------------------- records
 
 
-def _record(group: OpenGroup, running_tokens: int) -> dict[str, Any]:
-    record = group.record(group.started_at)
+def _record(group: OpenGroup, running_tokens: int, now: float) -> dict[str, Any]:
+    record = group.record(now)
     out = {name: getattr(record, name) for name in record.__slots__}
-    return out | {"rewards": list(record.rewards), "evidence": dict(record.evidence), "sampled_tokens": group.tokens + running_tokens}
+    rewards = [_plain(reward) for reward in record.rewards]
+    return out | {"rewards": rewards, "evidence": _plain_entries(record.evidence), "sampled_tokens": group.tokens + running_tokens}
 
 
 def _as_record(saved: Mapping[str, Any]) -> dict[str, Any]:

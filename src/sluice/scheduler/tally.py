@@ -69,11 +69,12 @@ class Tally:
         self.length_kept: list[float] = [0.0, 0.0]
         self.by_domain: dict[str, list[int]] = {}  # domain -> judged, kept
 
-    def group_judged(self, domain: str, sums: Sums) -> None:
-        """A whole group came before its filter."""
+    def group_judged(self, domain: str, sums: Sums | None = None) -> None:
+        """A group was judged. sums: of a whole one; None: it was stopped before it was whole."""
         self.judged += 1
         self.by_domain.setdefault(domain, [0, 0])[0] += 1
-        _add(self.reward_launched, self.length_launched, sums)
+        if sums is not None:
+            _add(self.reward_launched, self.length_launched, sums)
 
     def group_kept(self, domain: str, sums: Sums) -> None:
         """It stays."""

@@ -6,11 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sluice.scheduler.core import Core
     from sluice.scheduler.groups import OpenGroup
-    from sluice.scheduler.machine import Scheduler
 
 
-def waiting_for(machine: Scheduler, now: float) -> str:
+def waiting_for(machine: Core, now: float) -> str:
     """What the batch waits for, in words; "" when no batch is wanted."""
     if machine._wanted is None:
         return ""
@@ -34,7 +34,7 @@ def waiting_for(machine: Scheduler, now: float) -> str:
     return "; and for ".join(causes) or "nothing"
 
 
-def snapshot(machine: Scheduler, now: float) -> dict[str, Any]:
+def snapshot(machine: Core, now: float) -> dict[str, Any]:
     """Where everything stands, as plain data for JSON."""
     oldest = _oldest(machine)
     filling = machine.filling
@@ -66,6 +66,6 @@ def snapshot(machine: Scheduler, now: float) -> dict[str, Any]:
     }
 
 
-def _oldest(machine: Scheduler) -> OpenGroup | None:
+def _oldest(machine: Core) -> OpenGroup | None:
     """The group that has been under way for longest: groups are kept in the order of their launch."""
     return next((group for group in machine._groups.values() if not group.closed), None)

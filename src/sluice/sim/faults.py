@@ -83,7 +83,7 @@ class FaultPlan:
 class Injector:
     """Draws the faults of one run and counts them."""
 
-    __slots__ = ("_chances", "_random", "_total", "counts", "plan")
+    __slots__ = ("_chances", "_random", "counts", "fate_share", "plan")
 
     def __init__(self, plan: FaultPlan, random: Callable[[], float]) -> None:
         self.plan = plan
@@ -91,14 +91,12 @@ class Injector:
         self._random = random
         shares = accumulate([plan.engine_error, plan.hang, plan.reward_error, plan.reward_timeout, plan.reward_nan])
         self._chances = tuple(zip(shares, ATTEMPT_KINDS, strict=True))
-        self._total = self._chances[-1][0]
+        self.fate_share = self._chances[-1][0]  # of attempts that do not end well
 
     def fate(self) -> str:
         """What happens to one attempt: a kind of `ATTEMPT_KINDS`, or "" when all goes well. Counted by whoever lets it happen."""
-        if not self._total:
-            return ""
         drawn = self._random()
-        if drawn >= self._total:
+        if drawn >= self.fate_share:
             return ""
         return next(kind for share, kind in self._chances if drawn < share)
 

@@ -1,4 +1,4 @@
-"""What must hold of the machine after every event, and at the end, from counts that nobody but the player and this file keeps.
+"""What must hold of the machine after every event, and at the end, from counts that nobody but the player and this room keeps.
 
 `after_event` costs a few comparisons; every `FULL_EVERY` events everything is counted anew from the machine's own tables.
 """
@@ -8,35 +8,65 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sized
 from copy import copy
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from sluice.ledger import GROUP_OUTCOMES
 from sluice.scheduler import GroupRecord, Scheduler
-from sluice.scheduler import events as ev
+from sluice.sim.prompts import PromptBooks
 from sluice.sim.scenario import Scenario
+from sluice.sim.violation import Violation
 from sluice.sim.world import make_tasks
 from sluice.types import Batch, Group, Task
 
-if TYPE_CHECKING:
-    from sluice.sim.player import Player
-
 FULL_EVERY: Final = 256  # events between two full counts
-LOST_REASONS: Final = frozenset({"group_timeout", "response_retries", "no_more_tries", "loop_returned_none"})
-"""Reasons of dropped groups that nothing judged: their prompts may come back."""
-
-Prompt = tuple[str, int]
-"""task_id and epoch."""
+MOST_EVENTS: Final = 100_000  # of one run; the longest takes a quarter
 
 
-class Violation(Exception):
-    """Something that must hold does not. groups: those it is about."""
+class Watched(Protocol):
+    """What a player shows: what it knows by itself, and not from the machine."""
 
-    def __init__(self, message: str, groups: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.groups = tuple(groups)
+    @property
+    def now(self) -> float:
+        """Simulated seconds."""
+
+    @property
+    def events(self) -> int:
+        """Told to the machine so far."""
+
+    @property
+    def engine_tokens(self) -> int:
+        """That the engine has counted."""
+
+    @property
+    def untold(self) -> int:
+        """Of these, the ones of which the machine has not been told; what it was told too early counts negative."""
+
+    @property
+    def unsettled(self) -> Sized:
+        """Attempts of which the machine has not been told how they ended."""
+
+    @property
+    def leaving(self) -> int:
+        """Of these, the ones whose cancel is on its way."""
+
+    @property
+    def loops(self) -> Sized:
+        """User-defined loops under way."""
+
+    @property
+    def draws(self) -> int:
+        """Tasks asked for and not answered."""
+
+    @property
+    def publishes(self) -> int:
+        """New weights on their way to the engine."""
+
+    @property
+    def is_wanting(self) -> bool:
+        """Whether a batch is waited for."""
 
 
 class Invariants:
@@ -44,10 +74,14 @@ class Invariants:
 
     def __init__(self, machine: Scheduler, scenario: Scenario) -> None:
         self.scenario = scenario
-        config = scenario.config
-        self._config = config
+        config = self._config = scenario.config
         self._needed_members = config.group_size if config.min_members is None else config.min_members
         self._places = config.group_size + config.redundancy
+        is_restarted = config.on_weight_update == "restart"  # where no step bounds how often
+        self._most_attempts = math.inf if is_restarted else self._places * config.max_response_rounds
+        self._limit_of = {domain: config.domain_staleness.get(domain, config.staleness) for domain in scenario.domains}
+        tasks = make_tasks(scenario.tasks, scenario.domains)
+        self.prompts = PromptBooks(requeue=config.requeue, epochs=scenario.epochs, tasks=tasks)
         self.attempts = 0  # launched
         self.groups = 0  # launched
         self.recorded: set[int] = set()
@@ -57,46 +91,43 @@ class Invariants:
         self.late_results = 0
         self.digest = 0  # of all records and batches, in order
         self.batches = 0
-        self.delivered: set[int] = set()  # groups of batches
+        self.is_shut_down = False
+        self._delivered: set[int] = set()  # groups of batches
+        self._in_training: set[int] = set()  # of these, the ones that have not left
+        self._is_last = False  # the last batch said that it is the last one
+        # Of the batch that is asked for, or was asked for last:
         self._requested = 0
-        self.asked = 0  # tasks asked for
-        self._asked_before = 0  # of these, before the batch was asked for
-        self._bound_acted = False  # a replacement was due that max_resample_rounds did not allow, since the batch was asked for
-        self._in_training: set[int] = set()
         self._largest_quota = 0
         self._restored = 0  # committed groups that a checkpoint brought back, until a batch is asked for
-        self._out: dict[Prompt, int] = {}  # prompts in use -> their group; -1: none yet
-        self._prompt_of: dict[int, Prompt] = {}  # groups without a record
-        self._given_back: set[int] = set()  # of these, the ones whose prompt the machine has put back
-        self._drawing: Prompt | None = None  # was drawn, and no group is known for it yet
-        self._due_back: dict[Prompt, int] = {}  # prompts of groups that left unjudged: before anything else happens they are put back
-        self._lost: dict[Prompt, int] = {}  # prompts of groups that were lost, until they are put back -> that group
-        self._came_back: set[Prompt] = set()  # put back because its group was lost or expired
-        self._times_drawn: Counter[Prompt] = Counter()
-        self._times_back: Counter[Prompt] = Counter()
+        self._asked = 0  # tasks asked for since the start
+        self._asked_before = 0  # of these, before the batch was asked for
+        self._has_round_ended = False  # a group left in the last round that is allowed
         self._ended: set[str | None] = set()  # domains (None: all) of which the source had nothing left when it was last asked
-        self._data_ended = False  # of some domain, since the batch was asked for
-        self._shares_broken = False
-        self._by_domain: Counter[str] = Counter()  # groups delivered
-        self.warnings: Counter[str] = Counter()
-        self.fail: str | None = None
-        self.is_shut_down = False
-        self.is_last = False
+        self._has_data_ended = False  # of some domain
+        # Shares of domains, until something makes them impossible:
+        self._kept_of: Counter[str] = Counter()  # groups delivered
+        self._asked_of: Counter[str] = Counter()  # draws
+        self._is_mix_kept = config.domain_shares is not None and config.mix_on == "kept" and config.fill == "refill"
+        self._is_mix_drawn = config.domain_shares is not None and config.mix_on == "drawn"
         self._watch(machine)
 
     def _watch(self, machine: Scheduler) -> None:
         self.machine = machine
+        self.prompts.quarantined = machine.prompts.quarantined
         self._ledger = machine.ledger
+        self._attempts_by_outcome, self._tokens_by_outcome = machine.ledger.attempts, machine.ledger.tokens
         self._buffer = machine.buffer
-        self._limit_of = {domain: self._config.domain_staleness.get(domain, self._config.staleness) for domain in self.scenario.domains}
+        self._running, self._open = machine._running, machine._groups  # the tables themselves: they are asked after every event
+        self._in_progress, self._committed = machine.buffer._running, machine.buffer._committed
         self._until_full = FULL_EVERY
 
     def copy(self) -> Invariants:
         """The books as they stand, for a checkpoint."""
         other = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, set | dict):  # counters too
+            if isinstance(value, set | Counter):
                 setattr(other, name, copy(value))
+        other.prompts = self.prompts.copy()
         return other
 
     # ------------------------------------------------------------ what happened
@@ -106,153 +137,93 @@ class Invariants:
         self._requested = groups
         self._largest_quota = groups + math.ceil(self._config.async_generation_ratio * groups)
         self._restored = 0
-        self._asked_before = self.asked
-        self._bound_acted = False
-        self._data_ended = bool(self._ended)
-        self.fail = None
+        self._asked_before = self._asked
+        self._has_round_ended = False
+        self._has_data_ended = bool(self._ended)
 
     def failed(self, message: str) -> None:
-        """The batch could not be filled."""
-        self.fail = message
+        """The batch could not be filled: the cause that is told must have acted."""
+        what = message.split("Groups dropped", maxsplit=1)[0]
+        config, guard = self._config, self.scenario.guard
+        policy = None if guard is None else guard.policy
+        if "max_groups_per_batch" in what:
+            has_acted = self._is_budget_spent()
+        elif "max_resample_rounds" in what:
+            has_acted = self._is_round_bound_reached()
+        elif "in a row kept nothing" in what:
+            has_acted = config.fill == "shrink" or policy == "shrink" or self._has_bound_acted()
+        elif "quarantine" in what:
+            has_acted = self._are_prompts_in_quarantine
+        else:
+            has_acted = "guard.max_filter_ratio" in what and policy == "raise"
+        if not has_acted:
+            raise Violation(f"the batch was given up, and the cause that is told did not act: {message}")
 
-    def warned(self, key: str) -> None:
-        """The machine said something."""
-        self.warnings[key.split("/")[0]] += 1
-
-    def drawn(self, task: Task, epoch: int) -> None:
-        """The source gave a task, of which the machine is told next."""
-        self._see_draw()
-        prompt = task.task_id, epoch
-        if prompt in self._out:
-            raise Violation(f"the source gave prompt {prompt} while it was in use", [self._out[prompt]])
-        self._out[prompt] = -1
-        self._times_drawn[prompt] += 1
-        self._drawing = prompt
-
-    def _see_draw(self) -> None:
-        """The prompt drawn last was neither launched nor put back at once: then it is in quarantine, and consumed."""
-        prompt = self._drawing
-        if prompt is not None:
-            self._drawing = None
-            if prompt[0] not in self.machine.prompts.quarantined:
-                raise Violation(f"prompt {prompt} was drawn, and no group was launched for it")
-            del self._out[prompt]
+    def asks(self, domain: str | None) -> None:
+        """A task is asked for."""
+        self._asked += 1
+        if self._is_mix_drawn:
+            self._asked_of[str(domain)] += 1
+            if self._has_data_ended or self.machine.prompts.skipped:  # what has ended is drawn for by others, what is skipped again
+                self._is_mix_drawn = False
+            else:
+                self._compare_shares(self._asked_of, "draws")
 
     def nothing_left(self, domain: str | None) -> None:
         """The source gave nothing."""
         self._ended.add(domain)
-        self._data_ended = True
+        self._has_data_ended = True
 
-    def launched(self, launch: ev.LaunchMember) -> None:
-        """An attempt."""
-        self.attempts += 1
-        group_id = launch.group_id
-        if group_id == self.groups:
-            self._group_launched(group_id, launch.task)
-        elif group_id > self.groups or group_id in self.recorded:
-            raise Violation(f"attempt {launch.attempt_id} is launched for a group that is not open", [group_id])
-        if not 0 <= launch.member_index < self._places:
-            raise Violation(f"attempt {launch.attempt_id} is launched for member {launch.member_index} of {self._places}", [group_id])
-
-    def launched_loop(self, run: ev.RunLoop) -> None:
-        """A user-defined loop."""
-        self._group_launched(run.group_id, run.task)
-
-    def _group_launched(self, group_id: int, task: Task) -> None:
-        prompt = self._drawing
-        if prompt is None or prompt[0] != task.task_id:
-            raise Violation(f"a group is launched for task {task.task_id!r}, but the prompt drawn last is {prompt}", [group_id])
-        self._drawing = None
+    def group_launched(self, group_id: int, task: Task) -> None:
+        """A group, by its first attempt or its loop."""
+        if group_id != self.groups:
+            raise Violation(f"an attempt is launched for a group that is not open: {self.groups} groups were launched", [group_id])
         self.groups += 1
-        self._prompt_of[group_id] = prompt
-        self._out[prompt] = group_id
+        self.prompts.launched(group_id, task)
 
-    def returned(self, task_id: str, epoch: int) -> None:
+    def put_back(self, task_id: str, epoch: int) -> None:
         """The machine put a prompt back."""
-        prompt = task_id, epoch
-        group_id = self._out.pop(prompt, None)
-        self._due_back.pop(prompt, None)
-        if group_id is None:
-            lost = self._lost.pop(prompt, None)
-            if lost is None:
-                raise Violation(f"prompt {prompt} is put back, but it is not in use")
-            self._comes_back(prompt, lost)
-        elif group_id in self._prompt_of:
-            self._given_back.add(group_id)
-        elif group_id >= 0:  # its record was faster
-            pass
-        else:
-            self._drawing = None
-        self._times_back[prompt] += 1
+        self.prompts.put_back(task_id, epoch, self._outcome_of)
         self._ended.discard(None)
-        self._ended.discard(task_id.split("/")[0])
+        self._ended.discard(task_id.split("/", maxsplit=1)[0])
 
-    def _comes_back(self, prompt: Prompt, group_id: int) -> None:
-        if prompt in self._came_back or not self._config.requeue:
-            raise Violation(f"prompt {prompt} comes back because its group was lost or expired; requeue is {self._config.requeue}", [group_id])
-        self._came_back.add(prompt)
+    def _outcome_of(self, group_id: int) -> str | None:
+        group = self.machine._groups.get(group_id)  # gone where its record comes next, which says why
+        return None if group is None else group.outcome
 
     def record(self, record: GroupRecord, now: float) -> None:
         """A group left."""
-        group_id = record.group_id
+        group_id, outcome, config = record.group_id, record.outcome, self._config
         if group_id in self.recorded or not 0 <= group_id < self.groups:
             raise Violation(f"group {group_id} is recorded a second time, or was never launched", [group_id])
         self.recorded.add(group_id)
         self.record_tokens += record.sampled_tokens
-        config, outcome = self._config, record.outcome
         if outcome not in GROUP_OUTCOMES or (record.category is not None) != (outcome == "dropped") or not record.reason:
             raise Violation(f"group {group_id} left as {outcome} with category {record.category}, reason {record.reason!r}", [group_id])
         if not 1 <= record.round <= config.max_resample_rounds or not 0 <= record.start_step <= record.end_step:
-            raise Violation(
-                f"group {group_id} left in round {record.round} of {config.max_resample_rounds}, steps {record.start_step} to "
-                f"{record.end_step}",
-                [group_id],
-            )
-        if record.attempts > self._places * config.max_response_rounds and config.on_weight_update != "restart":
+            where = f"in round {record.round} of {config.max_resample_rounds}, steps {record.start_step} to {record.end_step}"
+            raise Violation(f"group {group_id} left {where}", [group_id])
+        if record.attempts > self._most_attempts:
             raise Violation(f"group {group_id} had {record.attempts} attempts", [group_id])
         if (outcome == "trained") != (group_id in self._in_training) and not (outcome == "discarded" and self.is_shut_down):
-            raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self.delivered}", [group_id])
+            raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self._delivered}", [group_id])
         self._in_training.discard(group_id)
-        if outcome in ("dropped", "expired") and record.round == config.max_resample_rounds:
-            self._bound_acted = True
-        self._settle_prompt(record)
+        self.has_left(record)
+        self.prompts.left(record)
         self.digest = hash((self.digest, group_id, record.round, record.attempts, record.sampled_tokens, record.end_step, now))
 
-    def _settle_prompt(self, record: GroupRecord) -> None:
-        """The prompt of a group that has left is spent, or was put back because nothing had judged it."""
-        group_id, outcome = record.group_id, record.outcome
-        prompt = self._prompt_of.pop(group_id)
-        was_lost = outcome == "dropped" and record.reason in LOST_REASONS
-        was_unused = outcome == "expired" or (outcome == "surplus" and record.reason == "domain_full")
-        if group_id in self._given_back:
-            self._given_back.discard(group_id)
-            if was_lost or was_unused:
-                self._comes_back(prompt, group_id)
-            elif outcome != "cancelled":
-                raise Violation(f"group {group_id} was {outcome} ({record.reason}), and yet its prompt {prompt} was put back", [group_id])
-            return
-        if was_unused and self._config.requeue and prompt not in self._came_back:
-            self._came_back.add(prompt)
-            self._due_back[prompt] = group_id
-            return
-        if outcome == "cancelled":
-            self._due_back[prompt] = group_id
-            return
-        del self._out[prompt]
-        if was_lost:  # it may still come back, when the batch has been delivered
-            self._lost[prompt] = group_id
+    def has_left(self, record: GroupRecord) -> None:
+        """The same, perhaps before it is carried out: whether a bound acts."""
+        if record.round == self._config.max_resample_rounds and record.outcome in ("dropped", "expired"):
+            self._has_round_ended = True
 
     def stepped(self, step: int) -> None:
         """The trainer is at `step`."""
         if self.machine.step != step:
             raise Violation(f"the trainer is at step {step}, the machine at {self.machine.step}")
-        open_still = [group_id for group_id in self._in_training if not self._is_waiting_for_acks(group_id)]
+        open_still = [group_id for group_id in self._in_training if self._outcome_of(group_id) != "trained"]
         if open_still:
             raise Violation(f"groups {open_still} were trained, and have not left", open_still)
-
-    def _is_waiting_for_acks(self, group_id: int) -> bool:
-        group = self.machine._groups.get(group_id)
-        return group is not None and group.outcome == "trained" and group.running > 0
 
     # ------------------------------------------------------------ batches
 
@@ -262,58 +233,57 @@ class Invariants:
         ids = [group.group_id for group in batch.groups]
         if self.machine.filling is not None or batch.requested != self._requested or batch.step != self.machine.step:
             raise Violation(f"a batch of {batch.requested} groups for step {batch.step} comes where {self._requested} were asked for", ids)
-        if len(set(ids)) < len(ids) or not self.delivered.isdisjoint(ids) or not self.recorded.isdisjoint(ids):
+        if len(set(ids)) < len(ids) or not self._delivered.isdisjoint(ids) or not self.recorded.isdisjoint(ids):
             raise Violation(f"the batch of step {batch.step} holds a group twice, or one that has left: {ids}", ids)
-        if [(group.start_step, group.group_id) for group in batch.groups] != sorted(
-            (group.start_step, group.group_id) for group in batch.groups
-        ):
+        order = [(group.start_step, group.group_id) for group in batch.groups]
+        if order != sorted(order):
             raise Violation(f"the groups of the batch are not in the order of their launch: {ids}", ids)
         for group in batch.groups:
             self._check_group(group, batch.step)
         self._check_share(batch)
         self._check_size(batch, metrics)
-        self._check_mix(batch, metrics)
-        if not all(math.isfinite(value) for value in metrics.values()) or metrics["scheduler/collect_query_count"] != len(ids):
+        if self._is_mix_kept:
+            self._check_mix(batch, metrics)
+        if not all(map(math.isfinite, metrics.values())) or metrics["scheduler/collect_query_count"] != len(ids):
             raise Violation(f"the metrics of the batch are wrong: {dict(metrics)}", ids)
-        self.delivered.update(ids)
+        self._delivered.update(ids)
         self._in_training.update(ids)
-        self.is_last = batch.is_last
+        self._is_last = batch.is_last
         self.digest = hash((self.digest, batch.step, *ids))
 
     def _check_group(self, group: Group, step: int) -> None:
-        ids, group_id = [group.group_id], group.group_id
+        config, group_id, ids = self._config, group.group_id, [group.group_id]
         places = [rollout.member_index for rollout in group.rollouts]
         size = len(places)
         if places != sorted(set(places)) or not places or places[0] < 0 or places[-1] >= self._places or len(group.counted) != size:
             raise Violation(f"group {group_id} has the members {places}", ids)
-        if not self._needed_members <= size <= self._config.group_size:
-            raise Violation(f"group {group_id} has {size} members, expected {self._needed_members} to {self._config.group_size}", ids)
+        if not self._needed_members <= size <= config.group_size:
+            raise Violation(f"group {group_id} has {size} members, expected {self._needed_members} to {config.group_size}", ids)
         if len({rollout.attempt_id for rollout in group.rollouts}) < size:
             raise Violation(f"group {group_id} holds an attempt twice", ids)
-        for rollout in group.rollouts:
+        has_signal = config.has_user_loop  # whose own verdict is final
+        for rollout, is_counted in zip(group.rollouts, group.counted, strict=True):
             if rollout.group_id != group_id or rollout.task_id != group.task.task_id:
                 raise Violation(f"group {group_id} holds a rollout of group {rollout.group_id}, task {rollout.task_id!r}", ids)
-        if not any(counted and rollout.reward is not None for counted, rollout in zip(group.counted, group.rollouts, strict=True)):
-            if not self._config.has_user_loop:  # whose verdict is final
-                raise Violation(f"group {group_id} is trained without a member that counts", ids)
-        prompt = group.task.task_id, group.epoch
-        if self._prompt_of.get(group_id) != prompt or group_id in self._given_back:
-            raise Violation(f"group {group_id} is trained on the prompt {prompt}, drawn for it was {self._prompt_of.get(group_id)}", ids)
-        age = step - min(group.start_step, group.policy_version)
-        if not 0 <= age <= self._limit_of[group.task.domain]:
-            raise Violation(
-                f"group {group_id} is {age} steps old (launched in step {group.start_step} under version {group.policy_version}), "
-                f"allowed are {self._limit_of[group.task.domain]}",
-                ids,
-            )
+            has_signal = has_signal or (is_counted and rollout.reward is not None)
+        if not has_signal:
+            raise Violation(f"group {group_id} is trained without a member that counts", ids)
+        prompt = self.prompts.of.get(group_id)
+        if prompt != (group.task.task_id, group.epoch):
+            raise Violation(f"group {group_id} is trained on {(group.task.task_id, group.epoch)}, drawn for it was {prompt}", ids)
+        age, limit = step - min(group.start_step, group.policy_version), self._limit_of[group.task.domain]
+        if not 0 <= age <= limit:
+            since = f"launched in step {group.start_step} under version {group.policy_version}"
+            raise Violation(f"group {group_id} is {age} steps old ({since}), allowed are {limit}", ids)
 
     def _check_share(self, batch: Batch) -> None:
-        """For a fraction f of the ratio at most floor(f x batch) groups come from the oldest permitted step."""
+        """For a fraction f of the ratio at most floor(f x batch) groups come from the oldest step, where no wider age is allowed."""
         config = self._config
         fraction, ahead = config.async_generation_ratio % 1.0, math.ceil(config.async_generation_ratio)
         if not fraction or config.staleness != ahead:
             return
-        oldest = [group.group_id for group in batch.groups if group.start_step == batch.step - ahead]
+        first = batch.step - ahead
+        oldest = [group.group_id for group in batch.groups if group.start_step == first and self._limit_of[group.task.domain] == ahead]
         if len(oldest) > math.floor(fraction * batch.requested):
             raise Violation(f"{len(oldest)} groups of the batch come from the oldest step that the ratio permits", oldest)
 
@@ -321,125 +291,150 @@ class Invariants:
         """A batch is exact, or something that may make it short has really acted."""
         config, count, wanted = self._config, len(batch.groups), batch.requested
         ids = [group.group_id for group in batch.groups]
-        if batch.is_last and (not self._data_ended or self.scenario.epochs is None):
+        if batch.is_last and (not self._has_data_ended or self.scenario.epochs is None):
             raise Violation("the batch says that it is the last one, but the data have not ended", ids)
         if count == wanted:
             return
         guard = self.scenario.guard
         shrunk = int(metrics.get("scheduler/shrunk_by_guard", 0.0)) if guard is not None and guard.policy == "shrink" else 0
-        may_be_short = (
-            config.fill == "shrink"
-            or self._data_ended
-            or count >= wanted - shrunk
-            or ((config.on_exhausted != "raise" or shrunk) and self._has_bound_acted(batch, metrics))
-        )
+        may_be_short = config.fill == "shrink" or self._has_data_ended or self._are_prompts_in_quarantine or count >= wanted - shrunk
+        if not may_be_short and (config.on_exhausted != "raise" or shrunk):
+            may_be_short = self._has_bound_acted() or self._tops_up(batch, metrics)
         if count > wanted or not may_be_short or not (count or batch.is_last):
             raise Violation(f"the batch holds {count} groups where {wanted} were asked for, and nothing allows that", ids)
 
-    def _has_bound_acted(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
-        """Whether no more groups may be launched for the batch, or some group has left in the last round that is allowed."""
-        last, limit = self._config.max_resample_rounds, self._config.max_groups_per_batch
-        if limit is not None and self.asked - self._asked_before >= limit:
-            return True
-        if self._bound_acted or (metrics["scheduler/topped_up_count"] and any(group.round == last for group in batch.groups)):
-            return True
-        return any(group.outcome is not None and group.round == last for group in self.machine._groups.values())  # not recorded yet
+    @property
+    def _are_prompts_in_quarantine(self) -> bool:
+        """Whether all prompts, or where domains are asked for all of one domain, are in quarantine."""
+        quarantined = self.machine.prompts.quarantined
+        if not quarantined:
+            return False
+        tasks = make_tasks(self.scenario.tasks, self.scenario.domains)
+        usable = {task.domain for task in tasks if task.task_id not in quarantined}
+        return not usable or (self._config.domain_shares is not None and len(usable) < len(self.scenario.domains))
+
+    def _tops_up(self, batch: Batch, metrics: Mapping[str, float]) -> bool:
+        """Whether a group of the last round that is allowed was dropped, and yet tops the batch up."""
+        last = self._config.max_resample_rounds
+        return bool(metrics["scheduler/topped_up_count"]) and any(group.round == last for group in batch.groups)
+
+    def _has_bound_acted(self) -> bool:
+        return self._is_budget_spent() or self._is_round_bound_reached()
+
+    def _is_budget_spent(self) -> bool:
+        limit = self._config.max_groups_per_batch
+        return limit is not None and self._asked - self._asked_before >= limit
+
+    def _is_round_bound_reached(self) -> bool:
+        machine, last = self.machine, self._config.max_resample_rounds
+        return (
+            self._has_round_ended
+            or any(group.outcome is not None and group.round == last for group in machine._groups.values())  # not recorded yet
+            or any(group.round == last for group, _, _ in machine._spare)
+        )
 
     def _check_mix(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """Where kept groups are mixed, the shares hold over all batches within a group or two, until something makes them impossible."""
-        config, shares = self._config, self._config.domain_shares
-        if shares is None or config.mix_on != "kept":
-            return
-        self._by_domain.update([group.task.domain for group in batch.groups])
-        if len(batch.groups) < batch.requested or self._data_ended or metrics["scheduler/topped_up_count"] or self._has_bound_acted(batch, metrics):
-            self._shares_broken = True
-        if self._shares_broken:
-            return
-        total = sum(self._by_domain.values())
-        whole = sum(map(Fraction, shares.values()))
+        self._kept_of.update([group.task.domain for group in batch.groups])
+        is_short = len(batch.groups) < batch.requested or metrics["scheduler/topped_up_count"]
+        if is_short or self._has_data_ended or self._are_prompts_in_quarantine or self._has_bound_acted():
+            self._is_mix_kept = False
+        else:
+            self._compare_shares(self._kept_of, "trained groups")
+
+    def _compare_shares(self, counts: Mapping[str, int], what: str) -> None:
+        """Over any stretch from the start, each domain has its share within a group or two."""
+        shares = self._config.domain_shares
+        assert shares is not None
+        total, whole = sum(counts.values()), sum(map(Fraction, shares.values()))
         for domain, share in shares.items():
             due = Fraction(share) / whole * total
-            if abs(self._by_domain[domain] - due) >= 2:
-                raise Violation(f"{self._by_domain[domain]} of {total} groups are of domain {domain!r}, {float(due):.2f} were due")
+            if abs(counts[domain] - due) >= 2:
+                raise Violation(f"{counts[domain]} of {total} {what} are of domain {domain!r}, {float(due):.2f} were due")
 
     # ------------------------------------------------------------ after every event
 
-    def after_event(self, player: Player) -> None:
+    def after_event(self, player: Watched) -> None:
         """What can be compared in a moment."""
-        machine, ledger, buffer = self.machine, self._ledger, self._buffer
-        running = len(player._unsettled)
-        if machine.running_attempts != running or ledger.running_attempts != running or ledger.attempts_launched != self.attempts:
+        ledger = self._ledger
+        running = len(player.unsettled)
+        if (
+            len(self._running) != running
+            or ledger.attempts_launched != self.attempts
+            or self.attempts - sum(self._attempts_by_outcome.values()) - ledger.open_attempts != running
+        ):
             raise Violation(
-                f"{self.attempts} attempts were launched, of which {running} run; the machine knows of {machine.running_attempts}, the "
+                f"{self.attempts} attempts were launched, of which {running} run; the machine knows of {len(self._running)}, the "
                 f"ledger of {ledger.attempts_launched} and {ledger.running_attempts}"
             )
-        if ledger.groups_launched != self.groups or len(self.recorded) + machine.open_groups != self.groups:
+        if ledger.groups_launched != self.groups or len(self.recorded) + len(self._open) != self.groups:
             raise Violation(
                 f"{self.groups} groups were launched and {len(self.recorded)} recorded; the ledger knows of {ledger.groups_launched}, and "
-                f"{machine.open_groups} are open"
+                f"{len(self._open)} are open"
             )
-        if ledger.total_tokens != player.engine_tokens - player._untold + player._told_early:
+        if sum(self._tokens_by_outcome.values()) != player.engine_tokens - player.untold:
             raise Violation(
                 f"the ledger accounts for {ledger.total_tokens} tokens, the engine sampled {player.engine_tokens}, of which "
-                f"{player._untold - player._told_early} are not told yet"
+                f"{player.untold} are not told yet"
             )
-        in_buffer = buffer.running + buffer.committed
+        buffer = self._buffer
+        in_buffer = len(self._in_progress) + len(self._committed)
         if in_buffer > buffer.quota + self._config.max_additional_running_prompts and in_buffer > self._restored:
             raise Violation(f"{buffer.running} groups run and {buffer.committed} wait, the quota is {buffer.quota}")
         if buffer.quota > self._largest_quota:
             raise Violation(f"the quota is {buffer.quota}, at most {self._largest_quota} groups can be needed")
-        if player._is_wanting and running == player._leaving and not player._draws and not player._loops:
+        if running == player.leaving and player.is_wanting and not player.draws and not len(player.loops):
             self._nothing_under_way(player)
-        if self._due_back:
-            raise Violation(f"groups left without being judged, and their prompts were not put back: {self._due_back}", self._due_back.values())
+        if self.prompts.due_back:
+            due = self.prompts.due_back
+            raise Violation(f"groups left without being judged, and their prompts were not put back: {due}", due.values())
         self._until_full -= 1
         if not self._until_full:
             self.full(player)
 
-    def _nothing_under_way(self, player: Player) -> None:
-        machine = self.machine
-        cause = machine.waiting_for(player.now)
-        if machine.filling is None or cause in ("", "nothing"):
+    def _nothing_under_way(self, player: Watched) -> None:
+        cause = self.machine.waiting_for(player.now)
+        if self.machine.filling is None or cause in ("", "nothing"):
             raise Violation(f"a batch is wanted, nothing is under way, and the machine waits for {cause or 'no batch'}")
-        if not player._publishes and not player._leaving:
+        if not player.publishes and not player.leaving:
             raise Violation(f"a batch is wanted, nothing is under way, and nothing that will come helps: the machine waits for {cause}")
 
-    def full(self, player: Player) -> None:
+    def full(self, player: Watched) -> None:
         """Count everything anew."""
         self._until_full = FULL_EVERY
+        if player.events > MOST_EVENTS:
+            raise Violation(f"the run has not ended after {player.events} events: it would go on for ever")
         machine, ledger = self.machine, self._ledger
-        self._see_draw()
-        groups = machine._groups
-        running = sum(group.running for group in groups.values())
-        detached = sum(group.detached for group in groups.values())
-        places = sum(slot >= 0 for group in groups.values() for slot in group.slots)
-        if running != len(machine._running) or detached != len(machine._detached) or places + detached != running:
-            raise Violation(f"the groups count {running} running attempts ({detached} let go, {places} in place), the machine otherwise")
-        if detached != player._leaving:
-            raise Violation(f"the machine waits for {detached} cancels, {player._leaving} are on their way")
-        unjudged = [group for group in groups.values() if not group.closed]
-        if machine.buffer.running != len(unjudged) + len(machine._held):
-            raise Violation(f"{machine.buffer.running} groups run in the buffer, {len(unjudged)} are open and {len(machine._held)} held")
+        self.prompts.see_draws()
+        groups = machine._groups.values()
+        running, detached = sum([group.running for group in groups]), sum([group.detached for group in groups])
+        in_place = sum([slot >= 0 for group in groups for slot in group.slots])
+        if running != len(machine._running) or detached != len(machine._detached) or in_place + detached != running:
+            raise Violation(f"the groups count {running} running attempts ({detached} let go, {in_place} in place), the machine otherwise")
+        if detached != player.leaving:
+            raise Violation(f"the machine waits for {detached} cancels, {player.leaving} are on their way")
+        unjudged = sum([not group.closed for group in groups])
+        if machine.buffer.running != unjudged + len(machine._held):
+            raise Violation(f"{machine.buffer.running} groups run in the buffer, {unjudged} are open and {len(machine._held)} held")
         if min(*ledger.attempts.values(), *ledger.tokens.values(), *ledger.groups.values(), ledger.open_attempts) < 0:
             raise Violation("the ledger holds a negative count")
-        left = [group for group in groups.values() if group.outcome is not None]
-        if sum(ledger.groups.values()) != len(self.recorded) + len(left):
-            raise Violation(f"the ledger saw {sum(ledger.groups.values())} groups leave, {len(self.recorded)} + {len(left)} did")
-        open_tokens = sum(group.tokens for group in groups.values())
+        on_their_way = sum([group.outcome is not None for group in groups])
+        if sum(ledger.groups.values()) != len(self.recorded) + on_their_way:
+            raise Violation(f"the ledger saw {sum(ledger.groups.values())} groups leave, {len(self.recorded)} + {on_their_way} did")
         late, lost = ledger.tokens["late"], ledger.tokens["lost"]
-        if late != self.late_tokens or lost != self.lost_tokens or ledger.late_results != self.late_results:
+        if (late, lost, ledger.late_results) != (self.late_tokens, self.lost_tokens, self.late_results):
             raise Violation(
-                f"late tokens {self.late_tokens}, lost tokens {self.lost_tokens}, late results {self.late_results}; the ledger has {late}, "
-                f"{lost}, {ledger.late_results}"
+                f"{self.late_tokens} late tokens, {self.lost_tokens} lost tokens and {self.late_results} late results were told, the "
+                f"ledger has {late}, {lost} and {ledger.late_results}"
             )
-        if self.record_tokens + open_tokens + late + lost != ledger.total_tokens:
+        of_open = sum([group.tokens for group in groups])
+        if self.record_tokens + of_open + late + lost != ledger.total_tokens:
             raise Violation(
-                f"records hold {self.record_tokens} tokens, open groups {open_tokens}, {late} came late and {lost} were lost: not the "
+                f"records hold {self.record_tokens} tokens, open groups {of_open}, {late} came late and {lost} were lost: not the "
                 f"{ledger.total_tokens} of the ledger"
             )
-        if sum(group.open_tokens for group in groups.values() if group.outcome is None) != ledger.tokens["open"]:
+        if sum([group.open_tokens for group in groups if group.outcome is None]) != ledger.tokens["open"]:
             raise Violation("the tokens of open members are not those of the ledger")
-        json.dumps(machine.snapshot(player.now), allow_nan=False)
+        json.dumps(machine.snapshot(player.now), allow_nan=False)  # plain data
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Numbers that change with everything that the machine does."""
@@ -451,7 +446,7 @@ class Invariants:
             machine.buffer.committed,
             machine.slots.next_ticket,
             machine.slots.drawing,
-            repr(machine.ledger.state_dict()),
+            machine.ledger.state_dict(),
         )
 
     # ------------------------------------------------------------ kill and resume
@@ -460,55 +455,41 @@ class Invariants:
         """The books are those of a checkpoint, from whose state this machine goes on."""
         self._watch(machine)
         self.lost_tokens += lost_tokens
-        self._see_draw()
+        self.prompts.see_draws()
         for task_id, epoch in saved["outstanding"]:
-            self.returned(task_id, epoch)
+            self.put_back(task_id, epoch)
         waiting = {entry["group_id"] for entry in saved["committed"]}
-        self.delivered -= waiting  # the step on them is not in the checkpoint
+        self._delivered -= waiting  # the step on them is not in the checkpoint
         self._in_training -= waiting
         self._restored = len(waiting)
         self._ended.clear()
-        self._shares_broken = True  # what was launched for the batch in progress is forgotten, with its places in the mix
-        self.is_last = False
+        self._is_mix_kept = self._is_mix_drawn = False  # what was under way is forgotten, with its places in the mix
+        self._is_last = False
 
     # ------------------------------------------------------------ at the end
 
-    def end(self, player: Player) -> None:
+    def end(self, player: Watched) -> None:
         """Everything is over."""
         self.full(player)
         machine, ledger = self.machine, self._ledger
-        snapshot = machine.snapshot(player.now)
-        if (
-            machine.running_attempts
-            or machine.open_groups
-            or machine.slots.draws
-            or machine.buffer.running
-            or machine.buffer.committed
-            or machine.prompts.later
-            or player._loops
-            or player._seated
-            or player._draws
-            or snapshot["held_by_guard"]
-        ):
-            raise Violation(f"the run is over, but not everything has come back: {snapshot}", machine._groups)
+        left_over = {
+            "attempts": machine.running_attempts,
+            "groups": machine.open_groups,
+            "draws": len(machine.slots.draws) + player.draws,
+            "running": machine.buffer.running,
+            "committed": machine.buffer.committed,
+            "held": len(machine._held),
+            "later": len(machine.prompts.later),
+            "loops": len(player.loops),
+            "unsettled": len(player.unsettled),
+            "untold": player.untold,
+        }
+        if any(left_over.values()):
+            raise Violation(f"the run is over, but not everything has come back: {left_over}", machine._groups)
         if ledger.total_tokens != player.engine_tokens or ledger.tokens["open"] or ledger.open_attempts:
             raise Violation(f"the ledger accounts for {dict(ledger.tokens)}, the engine sampled {player.engine_tokens}")
-        if self._prompt_of or self._out:
-            raise Violation(f"groups without a record: {sorted(self._prompt_of)}, prompts in use: {sorted(self._out)}", self._prompt_of)
-        for name in ("token", "attempt", "group"):
-            shares = [value for key, value in machine.metrics().items() if key.startswith(f"ledger/{name}_share/")]
+        for whole in ("token", "attempt", "group"):
+            shares = [value for key, value in machine.metrics().items() if key.startswith(f"ledger/{whole}_share/")]
             if shares and not math.isclose(sum(shares), 1.0, abs_tol=1e-9):
-                raise Violation(f"the shares of {name}s sum to {sum(shares)}")
-        if self.is_last:
-            self._check_epochs()
-
-    def _check_epochs(self) -> None:
-        """The data have ended: every prompt of every epoch was drawn once, and once more for every time it came back."""
-        for epoch in range(self.scenario.epochs or 0):
-            for task in make_tasks(self.scenario.tasks, self.scenario.domains):
-                prompt = task.task_id, epoch
-                if self._times_drawn[prompt] != 1 + self._times_back[prompt]:
-                    raise Violation(
-                        f"the data have ended, but prompt {prompt} was drawn {self._times_drawn[prompt]} times and put back "
-                        f"{self._times_back[prompt]} times"
-                    )
+                raise Violation(f"the shares of {whole}s sum to {sum(shares)}")
+        self.prompts.end(have_data_ended=self._is_last)

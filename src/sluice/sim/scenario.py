@@ -14,10 +14,11 @@ from sluice.sim.faults import FaultPlan, Kill
 from sluice.types import Category
 
 PlayerName = Literal["machine", "shell"]
-Query = Literal["no_filter", "std_filter", "mean_filter", "all"]
+Query = Literal["no_filter", "std_filter", "mean_filter", "solved", "all"]
 Response = Literal["reward_range", "finish_reason"]
 
 DOMAINS: Final = ("algebra", "logic", "code")
+NO_FAULTS: Final = FaultPlan()
 _SCENARIO, _SHELL = 11, 12  # words that keep the random numbers of different purposes apart
 
 
@@ -61,7 +62,7 @@ class Scenario:
     cancel_latency_s: float = 0.0  # from a cancel until the engine stops sampling
     score_s: float = 0.0  # of scoring one response
     draw_s: float = 0.0  # of drawing one task
-    faults: FaultPlan = FaultPlan()
+    faults: FaultPlan = NO_FAULTS
 
     def __str__(self) -> str:
         """The settings that differ from their defaults, for a person."""
@@ -77,23 +78,23 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
     rng = Random(mix(seed, _SCENARIO if player == "machine" else _SHELL))
     pick, chance = rng.choice, rng.random
     domains = DOMAINS[: pick((1, 1, 1, 2, 3))]
-    batch = pick((1, 2, 2, 3, 4, 4, 6, 8))
+    batch = pick((1, 2, 3, 4, 4, 6, 8, 12, 16))
     ratio = pick((0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.5, 2.0))
     has_user_loop = chance() < 0.15
     config = SchedulerConfig(**_machine_settings(rng, batch, ratio, domains, has_user_loop))
-    spread = "no_filter" if config.group_size == 1 else "std_filter"
-    query: Query = "no_filter" if config.group_size == 1 else pick((spread, spread, spread, "no_filter", "mean_filter", "all"))  # type: ignore[assignment]
-    goal = pick((30, 100, 100, 200)) if player == "machine" else pick((10, 20, 40))
+    queries: tuple[Query, ...] = ("std_filter", "std_filter", "std_filter", "no_filter", "mean_filter", "all")
+    query = pick(("no_filter", "solved") if config.group_size == 1 else queries)
+    goal = pick((50, 100, 200, 400)) if player == "machine" else pick((10, 20, 40))
     latency_s = pick((0.2, 1.0, 1.0, 3.0))
     finite = chance() < 0.4
-    scenario = Scenario(
+    return Scenario(
         seed=seed,
         config=config,
         query=query,
         response=pick((None, None, "reward_range", "finish_reason")),
         guard=_guard(rng) if chance() < 0.3 else None,
         domains=domains,
-        tasks=max(len(domains), pick((3, 7, 20, 40, 90))),
+        tasks=max(len(domains), pick((3, 20, 40, 40, 90, 90, 300))),
         epochs=pick((1, 1, 2, 3)) if finite else None,
         solve_shift=pick((0.0, 0.0, 0.0, -0.3, 0.3)),
         truncated_share=pick((0.0, 0.0, 0.05, 0.3)),
@@ -113,14 +114,13 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
         cancel_latency_s=pick((0.0, 0.0, 0.05, 1.0)),
         score_s=pick((0.0, 0.0, 0.2, 2.0)),
         draw_s=pick((0.0, 0.0, 0.0, 0.05, 2.0)) if player == "machine" else 0.0,
-        faults=_faults(rng, config, latency_s, player) if chance() < 0.65 else FaultPlan(),
+        faults=_faults(rng, config, latency_s, player) if chance() < 0.65 else NO_FAULTS,
     )
-    return scenario
 
 
 def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str, ...], has_user_loop: bool) -> dict[str, Any]:
     pick, chance = rng.choice, rng.random
-    size = pick((1, 2, 2, 2, 2, 2, 3, 3, 4, 4, 5, 8))
+    size = pick((1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 8))
     ahead = math.ceil(ratio)
     fill = pick(("refill", "refill", "refill", "shrink"))
     collect = pick(("as_finished", "as_finished", "in_order")) if fill == "refill" else "as_finished"
@@ -137,13 +137,13 @@ def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str,
     return {
         "group_size": size,
         "seed": rng.getrandbits(32),
-        "redundancy": pick((0, 0, 0, 1, 2)),
+        "redundancy": pick((0, 0, 0, 0, 0, 0, 1, 2)),
         "fill": fill,
         "collect": collect,
-        "max_resample_rounds": pick((1, 2, 3, 5, 10, 50)),
+        "max_resample_rounds": pick((1, 2, 3, 10, 50, 50)),
         "max_groups_per_batch": pick((None, None, batch, batch + 2, 4 * batch)) if fill == "refill" else None,
         "max_response_rounds": pick((1, 2, 3, 5)),
-        "on_exhausted": pick(("raise", "shrink", "shrink", "keep_low_information")),
+        "on_exhausted": pick(("raise", "shrink", "shrink", "keep_low_information", "keep_low_information")),
         "min_members": pick((None, None, None, 1, size, max(1, size - 1))),
         "truncated": pick(("mask", "mask", "keep", "invalid", "drop_group")),
         "on_member_failure": pick(("replace", "replace", "judge")),
@@ -181,27 +181,28 @@ def _faults(rng: Random, config: SchedulerConfig, latency_s: float, player: Play
     def rate(*rates: float) -> float:
         return pick(rates) if chance() < 0.3 else 0.0
 
-    saved_at = rng.randrange(5, 400)
+    events = 400 if player == "machine" else 100  # of which the run's first part is made
+    saved_at = rng.randrange(5, events)
     kills = tuple(
         Kill(saved_at=saved_at // (1 + number), killed_at=saved_at // (1 + number) + pick((0, 0, 7, 60)), at_step=chance() < 0.5)
-        for number in range(pick((0, 0, 1, 2)) if player == "machine" else pick((0, 0, 1)))
+        for number in range(pick((0, 0, 1, 2)))
     )
     return FaultPlan(
-        engine_error=rate(0.02, 0.1, 0.4),
+        engine_error=rate(0.02, 0.1, 0.3),
         hang=rate(0.01, 0.05, 0.2) if config.group_timeout_s is not None else 0.0,
-        reward_error=rate(0.02, 0.1, 0.4),
+        reward_error=rate(0.02, 0.1, 0.3),
         reward_timeout=rate(0.02, 0.1),
         reward_nan=rate(0.02, 0.1),
-        duplicate=rate(0.05, 0.5) if player == "machine" else 0.0,
+        duplicate=rate(0.05, 0.2) if player == "machine" else 0.0,
         late_result=rate(0.2, 1.0) if player == "machine" else 0.0,
         slow_ack=rate(0.2, 1.0) if player == "machine" else 0.0,
         slow_consumer=rate(0.1, 0.5),
         slow_publish=rate(0.1, 0.5) if player == "machine" else 0.0,
         slow_draw=rate(0.05, 0.3) if player == "machine" else 0.0,
         worker_crash_s=rate(3.0, 10.0, 50.0) * latency_s,
-        false_tick_s=rate(1.0, 10.0) if player == "machine" else 0.0,
+        false_tick_s=rate(5.0, 30.0) if player == "machine" else 0.0,
         kills=kills,
-        stop_at=rng.randrange(3, 600) if chance() < 0.1 else None,
+        stop_at=rng.randrange(3, 2 * events) if chance() < 0.1 else None,
         cancel_at=tuple(pick((math.inf, math.inf, 0.0, 0.5, 2.0)) * latency_s for _ in range(8)) if player == "shell" else (),
     )
 

@@ -22,6 +22,7 @@ _QUERIES: Final[Mapping[str, FilterConfig]] = {
     "no_filter": FilterConfig(type="no_filter"),
     "std_filter": FilterConfig(type="std_filter"),
     "mean_filter": FilterConfig(type="mean_filter", filter_args={"threshold_down": 0.0, "threshold_up": 1.0}),
+    "solved": FilterConfig(type="mean_filter", filter_args={"threshold_down": 0.0}),
     "all": FilterConfig(
         type="all", filter_args={"filters": [{"type": "std_filter"}, {"type": "mean_filter", "filter_args": {"threshold_up": 0.9}}]}
     ),
