@@ -20,7 +20,7 @@ from sluice.scheduler import GroupRecord, Scheduler, SchedulerConfig
 from sluice.scheduler import events as ev
 from sluice.scheduler.prompts import Prompts
 from sluice.types import Rollout, Task
-from tests.fakes import NO_FILTER, DomainSource, ListSource, MachinePlayer, make_filters, make_task
+from tests.fakes import NO_FILTER, STD_FILTER, DomainSource, ListSource, MachinePlayer, make_filters, make_task
 
 MIXED = [1.0, 0.0]
 SAME = [1.0, 1.0]
@@ -247,10 +247,10 @@ class Scorer:
         return {}
 
 
-def shell_of(engine: NullEngine, loop: RolloutLoop | None = None, **settings: object) -> LocalShell:
+def shell_of(engine: NullEngine, loop: RolloutLoop | None = None, query: FilterConfig = STD_FILTER, **settings: object) -> LocalShell:
     config = SchedulerConfig(**{"group_size": 2, "has_user_loop": loop is not None, **settings})  # type: ignore[arg-type]
     return LocalShell(
-        scheduler=Scheduler(config, make_filters(group_size=2)),
+        scheduler=Scheduler(config, make_filters(query, group_size=2)),
         source=ListSource(make=lambda i: make_task(f"t{i}")),
         engine=engine,
         scorer=Scorer(),
@@ -273,6 +273,20 @@ def test_tokens_of_members_whose_cancel_was_under_way_when_the_run_gave_up_are_a
         await shell.close()
         assert shell.scheduler.ledger.tokens["cancelled"] == 16
         assert shell.scheduler.ledger.total_tokens == engine.sampled_tokens("train")
+
+    run(main())
+
+
+def test_a_batch_that_comes_in_the_moment_of_a_cancel_is_there_for_the_next_call() -> None:
+    async def main() -> None:
+        shell = shell_of(NullEngine(answers(latency_s=(1.0, 1.0))), fill="shrink", query=NO_FILTER)
+        waiting = asyncio.ensure_future(shell.next_batch(1))
+        shell._on_change = waiting.cancel  # called when the batch is there, and before who waits for it has it
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        batch, _ = await shell.next_batch(1)
+        assert len(batch.groups) == 1
+        await shell.close()
 
     run(main())
 

@@ -9,8 +9,8 @@ import pytest
 from sluice.sim import PlayerName, Simulated, simulate, simulate_many
 from sluice.sim.faults import KINDS
 
-MACHINE_SEEDS = 1000  # about fifty seconds
-SHELL_SEEDS = 400  # about ten
+MACHINE_SEEDS = 1500  # about fifty seconds
+SHELL_SEEDS = 500  # about ten
 BUNCH = 50
 
 

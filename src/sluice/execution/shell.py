@@ -150,7 +150,16 @@ class LocalShell:
             raise SluiceError(
                 f"a batch of {self._filling} groups is being filled since a call that was cancelled, {groups} were asked for now"
             )
-        return await self._batch
+        batch = self._batch
+        try:
+            return await batch
+        except asyncio.CancelledError:
+            if batch.done() and not batch.cancelled():  # it came in the moment of the cancel, and nobody has it yet
+                if batch.exception() is None:
+                    self._ready = batch.result()
+                else:
+                    self._is_error_told = False
+            raise
 
     def step_advanced(self, step: int, *, useful_groups: int = 0, useful_tokens: int = 0) -> None:
         """The optimiser step on the last batch is done, and its weights are published."""

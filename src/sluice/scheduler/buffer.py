@@ -34,6 +34,7 @@ class ReplayBuffer:
         "_taken_of_oldest",
         "expired",
         "late_transactions",
+        "lookahead",
         "step",
     )
 
@@ -62,6 +63,7 @@ class ReplayBuffer:
         self._quota = 0
         self._opened = False
         self._batch_size = 0
+        self.lookahead = 0  # groups that may be prepared beyond the batch that is wanted: ceil(r x batch)
         self._taken_of_oldest = 0  # groups of the oldest permitted step that this step's batches took
         self.step = 0
         self.expired = 0  # groups that were too old, running or committed
@@ -81,11 +83,6 @@ class ReplayBuffer:
     def quota(self) -> int:
         """Groups that the open batches still need, running and committed ones included."""
         return self._quota
-
-    @property
-    def lookahead(self) -> int:
-        """Groups that may be prepared beyond the batch that is wanted: ceil(r x batch)."""
-        return math.ceil(self._ratio * self._batch_size)
 
     def groups(self) -> list[Group]:
         """The committed groups, oldest launch first."""
@@ -147,9 +144,13 @@ class ReplayBuffer:
     def advance_step(self, step: int, batch_size: int) -> None:
         """The run is at `step` and wants `batch_size` more groups; what has become too old is removed by `gc`."""
         self.step_to(step)
-        self._batch_size = batch_size
-        self._quota += batch_size if self._opened else batch_size + math.ceil(self._ratio * batch_size)
+        self._take_size(batch_size)
+        self._quota += batch_size if self._opened else batch_size + self.lookahead
         self._opened = True
+
+    def _take_size(self, batch_size: int) -> None:
+        if batch_size != self._batch_size:  # an exact ratio is slow to multiply
+            self._batch_size, self.lookahead = batch_size, math.ceil(self._ratio * batch_size)
 
     def step_to(self, step: int) -> None:
         """The run is at `step`; nothing is asked for yet."""
@@ -237,7 +238,7 @@ class ReplayBuffer:
         self.step = int(state["step"])
         self._quota = int(state["quota"])
         self._opened = bool(state["opened"])
-        self._batch_size = int(state["batch_size"])
+        self._take_size(int(state["batch_size"]))
         self._taken_of_oldest = int(state["taken_of_oldest"])
         self.expired = int(state["expired"])
         self.late_transactions = int(state["late_transactions"])

@@ -22,7 +22,8 @@ from sluice.sim.world import make_tasks
 from sluice.types import Batch, Group, Task
 
 FULL_EVERY: Final = 256  # events between two full counts
-MOST_EVENTS: Final = 100_000  # of one run; the longest takes a quarter
+EVENTS_OF_A_MEMBER: Final = 12  # at most, with its cancels, repeats and false ticks: what a bound on events is made of
+MORE_EVENTS: Final = 10_000  # that no bound of the machine's own accounts for: draws in vain, ticks while somebody is slow
 
 
 class Watched(Protocol):
@@ -31,10 +32,6 @@ class Watched(Protocol):
     @property
     def now(self) -> float:
         """Simulated seconds."""
-
-    @property
-    def events(self) -> int:
-        """Told to the machine so far."""
 
     @property
     def engine_tokens(self) -> int:
@@ -109,6 +106,11 @@ class Invariants:
         self._asked_of: Counter[str] = Counter()  # draws
         self._is_mix_kept = config.domain_shares is not None and config.mix_on == "kept" and config.fill == "refill"
         self._is_mix_drawn = config.domain_shares is not None and config.mix_on == "drawn"
+        # Rounds bound the groups of a batch, and so the events, where no machine goes on for ever.
+        groups = scenario.batch * math.ceil(1 + config.async_generation_ratio) + config.max_additional_running_prompts
+        members = self._places * config.max_response_rounds
+        self._most_events = 3 * groups * config.max_resample_rounds * (members + 1) * EVENTS_OF_A_MEMBER + MORE_EVENTS
+        self._full_counts = 0  # since a batch was asked for or delivered
         self._watch(machine)
 
     def _watch(self, machine: Scheduler) -> None:
@@ -135,6 +137,7 @@ class Invariants:
     def wanted(self, groups: int) -> None:
         """A batch is asked for."""
         self._requested = groups
+        self._full_counts = 0
         self._largest_quota = groups + math.ceil(self._config.async_generation_ratio * groups)
         self._restored = 0
         self._asked_before = self._asked
@@ -230,6 +233,7 @@ class Invariants:
     def batch(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """A batch is delivered."""
         self.batches += 1
+        self._full_counts = 0
         ids = [group.group_id for group in batch.groups]
         if self.machine.filling is not None or batch.requested != self._requested or batch.step != self.machine.step:
             raise Violation(f"a batch of {batch.requested} groups for step {batch.step} comes where {self._requested} were asked for", ids)
@@ -401,8 +405,9 @@ class Invariants:
     def full(self, player: Watched) -> None:
         """Count everything anew."""
         self._until_full = FULL_EVERY
-        if player.events > MOST_EVENTS:
-            raise Violation(f"the run has not ended after {player.events} events: it would go on for ever")
+        self._full_counts += 1
+        if self._full_counts * FULL_EVERY > self._most_events:
+            raise Violation(f"no batch has come of {self._full_counts * FULL_EVERY} events: this would go on for ever")
         machine, ledger = self.machine, self._ledger
         self.prompts.see_draws()
         groups = machine._groups.values()

@@ -140,7 +140,7 @@ def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str,
         "redundancy": pick((0, 0, 0, 0, 0, 0, 1, 2)),
         "fill": fill,
         "collect": collect,
-        "max_resample_rounds": pick((1, 2, 3, 10, 50, 50)),
+        "max_resample_rounds": pick((1, 2, 3, 10, 50, 50)) if size * batch <= 32 else pick((1, 2, 3, 10)),  # a run shall end soon
         "max_groups_per_batch": pick((None, None, batch, batch + 2, 4 * batch)) if fill == "refill" else None,
         "max_response_rounds": pick((1, 2, 3, 5)),
         "on_exhausted": pick(("raise", "shrink", "shrink", "keep_low_information", "keep_low_information")),
