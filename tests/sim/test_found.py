@@ -221,6 +221,18 @@ def test_a_stall_is_told_when_its_time_has_come_whatever_the_digits_of_the_clock
     assert [type(one) for one in told] == [ev.Warn], "asked to be woken again at the same time, for ever"
 
 
+def test_a_launch_is_progress_after_which_no_stall_is_told() -> None:
+    player = pairs(stall_warning_s=5.0)
+    player.hold_draws = True
+    player.want(1)
+    player.now += 4.0
+    player.answer_draw()  # the source was slow
+    player.tell(ev.ClockTick(), 0.5)
+    assert not player.warnings
+    player.sleep(5.0)
+    assert "since 5" in player.warnings[0]
+
+
 # ---------------------------------------------------------------- the shell
 
 
@@ -281,7 +293,7 @@ def test_a_batch_that_comes_in_the_moment_of_a_cancel_is_there_for_the_next_call
     async def main() -> None:
         shell = shell_of(NullEngine(answers(latency_s=(1.0, 1.0))), fill="shrink", query=NO_FILTER)
         waiting = asyncio.ensure_future(shell.next_batch(1))
-        shell._on_change = waiting.cancel  # called when the batch is there, and before who waits for it has it
+        shell._on_change = lambda: None if shell.scheduler.filling is not None else waiting.cancel()  # the batch is there, nobody has it
         await asyncio.wait([waiting])
         assert waiting.cancelled()
         batch, _ = await shell.next_batch(1)

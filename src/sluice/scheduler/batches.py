@@ -220,6 +220,7 @@ class Batches(LoopGroups):
             now=now,
         )
         self._groups[group_id] = group
+        self._progress_at = now
         if self.config.group_timeout_s is not None:
             group.deadline = now + self.config.group_timeout_s
             self._deadlines[group_id] = group.deadline

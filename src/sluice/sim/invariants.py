@@ -339,7 +339,7 @@ class Invariants:
 
     def _check_mix(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         self._kept_of.update([group.task.domain for group in batch.groups])
-        is_short = len(batch.groups) < batch.requested or metrics["scheduler/topped_up_count"]
+        is_short = len(batch.groups) < batch.requested or metrics["scheduler/topped_up_count"] or metrics.get("scheduler/shrunk_by_guard")
         if is_short or self._has_data_ended or self._are_prompts_in_quarantine or self._has_bound_acted():
             self._is_mix_kept = False
         else:
