@@ -17,6 +17,7 @@ from sluice.execution.clock import run
 from sluice.generation import Answer, GenerationRequest, NullEngine, answers
 from sluice.rewards.base import Score
 from sluice.scheduler import GroupRecord, Scheduler, SchedulerConfig
+from sluice.scheduler import events as ev
 from sluice.types import EMPTY, Batch, Failure, Task
 from tests.fakes import NO_FILTER, STD_FILTER, ListSource, make_filters, make_task
 
@@ -410,5 +411,23 @@ def test_groups_of_one_without_a_filter_fill_a_batch() -> None:
         batch, _ = await shell.next_batch(5)
         assert len(batch.groups) == 5
         await shell.close()
+
+    run(main())
+
+
+def test_with_restart_a_response_that_ends_between_the_update_and_its_news_is_begun_anew() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = NullEngine(answers(lengths=(8, 8), latency_s=(2.0, 2.0)), on_weight_update="restart")
+        shell = make_shell(group_size=2, engine=engine, query=NO_FILTER, async_generation_ratio=1.0, on_weight_update="restart")
+        loop.call_later(1.0, engine.publish, {}, 1)  # in the middle of the first responses, and the shell is not told
+        batch, _ = await shell.next_batch(1)
+        assert all(rollout.turns[0].token_versions is None for group in batch.groups for rollout in group.rollouts)
+        assert batch.groups[0].policy_version == 1
+        assert loop.time() == 4.0
+        assert shell.scheduler.ledger.tokens["cancelled"] == 4 * 8
+        shell.tell(ev.StepAdvanced(step=1))
+        await shell.close()
+        everything_left(shell)
 
     run(main())

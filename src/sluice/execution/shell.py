@@ -373,7 +373,12 @@ class LocalShell:
             failure = Failure(cause="infrastructure", reason="engine_error", detail=detail)
             self.tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
             return
-        member.score_task = self._loop.create_task(self._score(member, future.result()), name=f"score {member.launch.attempt_id}")
+        generation = future.result()
+        if self._restarts and generation.token_versions is not None:  # it ended before the machine had heard of the update
+            attempt_id = member.launch.attempt_id
+            self.tell(ev.WeightsUpdated(version=self.engine.policy_version, generating=(attempt_id,)))
+            return
+        member.score_task = self._loop.create_task(self._score(member, generation), name=f"score {member.launch.attempt_id}")
 
     async def _score(self, member: _Member, generation: Generation) -> None:
         launch = member.launch
