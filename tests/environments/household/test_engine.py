@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
@@ -22,9 +21,8 @@ from sluice.environments.household.generator import seeded_game
 from sluice.environments.household.pddl import write_game
 from sluice.environments.household.twin import House
 
-if not os.environ.get("CI"):
-    pytest.importorskip("textworld")
-    pytest.importorskip("alfworld")
+pytest.importorskip("textworld")
+pytest.importorskip("alfworld")
 
 STEPS_PER_TYPE = 900
 GAMES_PER_TYPE = 3
