@@ -31,6 +31,10 @@ class RewardError(SluiceError, RuntimeError):
     """A verifier or its worker pool is wrong as a whole (single failures are data)."""
 
 
+class EnvError(SluiceError, RuntimeError):
+    """An environment breaks its contract, or cannot be built or run at all. Names the environment and the call; single faults are data."""
+
+
 class FilterError(SluiceError, ValueError):
     """A filter was given something it cannot judge, or a custom filter answered something that is no answer."""
 

@@ -1,0 +1,218 @@
+"""Where an environment's answers are read: wrong types stop here, and whatever it does becomes data.
+
+`call_reset` and `call_step` make records of answers and raise `EnvError` for what is none; a `HeldEnvironment` never raises and answers
+with an `EnvFault`. Texts are bounded on both sides, so that no policy and no environment can fill the memory with one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from sluice.environments.base import Call, EnvFault, EnvInfo, Environment, EnvReset, EnvStep
+from sluice.errors import EnvError
+
+INFO_KEYS: Final = frozenset({"admissible_commands", "progress", "success", "task_type", "env_id"})  # those with a meaning
+LONGEST_ACTION: Final = 8_192  # characters that reach the environment: far beyond any command, so that cutting makes no valid one
+LONGEST_OBSERVATION: Final = 1_000_000  # characters, of the admissible commands together as well: more than any policy can read
+DETAIL_CHARS: Final = 600  # longest text kept of one fault: enough for a person, bounded for a run with a million of them
+
+Answer: TypeAlias = EnvReset | EnvStep | EnvFault
+
+_log = logging.getLogger(__name__)
+
+
+def call_reset(environment: Environment, seed: int, name: str) -> EnvReset:
+    """Reset it and read the answer. Raises `EnvError` for a wrong answer, and whatever the environment raises."""
+    started = perf_counter()
+    answer: object = environment.reset(seed)
+    seconds = perf_counter() - started
+    observation, info = _parts(answer, ("observation", "info"), name, "reset")
+    return EnvReset(observation=_observation(observation, name, "reset"), info=_info(info, name, "reset"), seconds=seconds)
+
+
+def call_step(environment: Environment, action: str, name: str) -> EnvStep:
+    """Act and read the answer; of an action longer than `LONGEST_ACTION` the rest is cut off. Raises like `call_reset`."""
+    started = perf_counter()
+    answer: object = environment.step(action[:LONGEST_ACTION])
+    seconds = perf_counter() - started
+    observation, reward, terminated, truncated, info = _parts(
+        answer, ("observation", "reward", "terminated", "truncated", "info"), name, "step"
+    )
+    return EnvStep(
+        observation=_observation(observation, name, "step"),
+        reward=_number(reward, "a finite number as reward", name, "step"),
+        terminated=_truth(terminated, "terminated", name, "step"),
+        truncated=_truth(truncated, "truncated", name, "step"),
+        info=_info(info, name, "step"),
+        seconds=seconds,
+    )
+
+
+class HeldEnvironment:
+    """An environment with whoever runs it: built at the first reset, and built anew after it failed."""
+
+    def __init__(self, name: str, build: Callable[[], Environment]) -> None:
+        """Nothing is built yet."""
+        self._name = name
+        self._build = build
+        self._environment: Environment | None = None
+
+    def build(self) -> None:
+        """Build it now. Raises whatever its class raises."""
+        self._environment = self._build()
+
+    def perform(self, call: Call, argument: int | str) -> Answer:
+        """Make the call and read the answer; whatever the environment does becomes data.
+
+        A `SystemExit`, or a cancel that nobody asked for, is the environment's own; Ctrl-C is not.
+        """
+        started = perf_counter()
+        try:
+            if self._environment is None:
+                self.build()
+            assert self._environment is not None, "a builder answered with None"
+            if isinstance(argument, int):
+                return call_reset(self._environment, argument, self._name)
+            return call_step(self._environment, argument, self._name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as err:  # noqa: BLE001 - foreign code: it ends its episode, not the run
+            detail = str(err) if isinstance(err, EnvError) else f"environment {self._name}, {call}: {describe(err)}"
+        self.drop()
+        return EnvFault(kind="env_failed", detail=cut(detail), call=call, seconds=perf_counter() - started)
+
+    def drop(self) -> None:
+        """Close it, if there is one."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        try:
+            environment.close()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as err:  # noqa: BLE001 - it is wanted no more
+            _log.warning("environment %s, close: %s", self._name, describe(err))
+
+
+def describe(err: BaseException) -> str:
+    """Type, message and place of an exception: `ValueError: no door (maze.py:12 in step)`."""
+    try:
+        message = str(err)
+    except Exception:  # noqa: BLE001 - an exception class of foreign code
+        message = "(its message cannot be read)"
+    trace = err.__traceback__
+    if trace is None:
+        return cut(f"{type(err).__name__}: {message}")
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    place = f"({code.co_filename}:{trace.tb_lineno} in {code.co_name})"
+    return f"{cut(f'{type(err).__name__}: {message}', DETAIL_CHARS - len(place) - 100)} {place}"
+
+
+def cut(text: str, limit: int = DETAIL_CHARS) -> str:
+    """The text, or its beginning."""
+    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
+
+
+def _wrong(expected: str, came: object, name: str, call: Call) -> EnvError:
+    told = reprlib.repr(came)
+    return EnvError(
+        f"environment {name}, {call}: expected {expected}, got {cut(told, 100)} ({type(came).__name__}) - "
+        f"answer as sluice.environments.Environment says"
+    )
+
+
+def _parts(answer: object, parts: tuple[str, ...], name: str, call: Call) -> tuple[Any, ...]:
+    if not isinstance(answer, tuple) or len(answer) != len(parts):
+        raise _wrong(f"a tuple ({', '.join(parts)})", answer, name, call)
+    return answer
+
+
+def _observation(value: object, name: str, call: Call) -> str:
+    if not isinstance(value, str):
+        raise _wrong("text as observation", value, name, call)
+    if len(value) > LONGEST_OBSERVATION:
+        raise EnvError(
+            f"environment {name}, {call}: expected an observation of at most {LONGEST_OBSERVATION} characters, got {len(value)} - "
+            f"shorten it in the environment"
+        )
+    return str(value)
+
+
+def _number(value: object, expected: str, name: str, call: Call) -> float:
+    plain = _plain(value)
+    if not isinstance(plain, bool) and isinstance(plain, numbers.Real):
+        number = float(plain)
+        if math.isfinite(number):
+            return number
+    raise _wrong(expected, value, name, call)
+
+
+def _truth(value: object, what: str, name: str, call: Call) -> bool:
+    plain = _plain(value)
+    if not isinstance(plain, bool):
+        raise _wrong(f"True or False as {what}", value, name, call)
+    return plain
+
+
+def _info(info: object, name: str, call: Call) -> EnvInfo:
+    if not isinstance(info, Mapping):
+        raise _wrong("a mapping as info", info, name, call)
+    commands = info.get("admissible_commands")
+    if commands is not None:
+        if isinstance(commands, str) or not isinstance(commands, Sequence) or not all(isinstance(command, str) for command in commands):
+            raise _wrong("a list of texts as info['admissible_commands']", commands, name, call)
+        if sum(map(len, commands)) > LONGEST_OBSERVATION:
+            raise _wrong(f"at most {LONGEST_OBSERVATION} characters in info['admissible_commands']", commands, name, call)
+        commands = tuple(commands)
+    progress = info.get("progress")
+    if progress is not None:
+        expected = "a number from 0 to 1 as info['progress']"
+        progress = _number(progress, expected, name, call)
+        if not 0 <= progress <= 1:
+            raise _wrong(expected, progress, name, call)
+    success = info.get("success")
+    return EnvInfo(
+        admissible_commands=commands,
+        progress=progress,
+        success=None if success is None else _truth(success, "info['success']", name, call),
+        task_type=_text(info, "task_type", name, call),
+        env_id=_text(info, "env_id", name, call),
+        extra=_extra(info),
+    )
+
+
+def _text(info: Mapping[Any, Any], key: str, name: str, call: Call) -> str | None:
+    value = info.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(f"text as info[{key!r}]", value, name, call)
+    return value
+
+
+def _extra(info: Mapping[Any, Any]) -> Mapping[str, str | float | bool]:
+    """What else it says, as far as it is a text, a finite number or a truth value; objects stay with the environment."""
+    kept: dict[str, str | float | bool] = {}
+    for key, value in info.items():
+        if not isinstance(key, str) or key in INFO_KEYS:
+            continue
+        plain = _plain(value)
+        is_text = isinstance(plain, str) and len(plain) <= LONGEST_OBSERVATION
+        is_number = isinstance(plain, int | float) and abs(plain) < math.inf  # no NaN; an int too large to be a float stays one
+        if is_text or is_number:
+            kept[key] = plain  # type: ignore[assignment]  # told by the two lines above
+    return MappingProxyType(kept)
+
+
+def _plain(value: object) -> object:
+    """A numpy scalar as the Python value it stands for; everything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # type: ignore[attr-defined]  # told by its shape
+    return value
