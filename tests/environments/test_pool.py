@@ -275,12 +275,14 @@ def test_an_environment_that_never_starts_is_an_error_that_says_why(build: str, 
 
 
 def test_a_killed_fork_server_is_replaced() -> None:
+    before = set(psutil.Process().children())
+
     async def test(pool: EnvironmentPool) -> None:
         runner = pool.runner()
         await runner.reset(1)
         call = asyncio.create_task(runner.step("hang"))
         await asyncio.sleep(0)
-        (server,) = psutil.Process().children()
+        (server,) = set(psutil.Process().children()) - before
         server.kill()
         fault = await call
         assert isinstance(fault, EnvFault)
