@@ -3,7 +3,7 @@
 It has one thread and never runs a torch operation, so that its children begin as a fresh process begins. Each child carries out one
 `sluice` command line and ends with its exit code. Commands come as JSON lines on the standard input, reports leave on the standard output:
 
-    {"run": 7, "args": ["train", ...], "output": "/tmp/out"}   ->   {"run": 7, "pid": 4711}, and later {"run": 7, "code": 0}
+    {"run": 7, "args": ["train", ...], "output": "folder"}   ->   {"run": 7, "pid": 4711}, and later {"run": 7, "code": 0}
     {"kill": 7, "signal": 9}                                        unless it has ended; SIGUSR1 shows where its threads are
 
 It alone waits for its children, so that a kill never meets another process that got the same number. When its input closes, it kills
