@@ -42,6 +42,7 @@ _ROOMS = frozenset(
     {
         "advantage",
         "config",
+        "environments",
         "errors",
         "execution",
         "filters",
