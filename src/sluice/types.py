@@ -23,6 +23,16 @@ Rewards = npt.NDArray[np.float64]
 FinishReason = Literal["stop", "length", "cancelled"]
 """Why a generation ended: an end token or stop text, its token limit (then it is truncated), or a cancel."""
 
+RolloutFinish = Literal["stop", "length", "cancelled", "completed", "max_turns", "env_failed", "env_timeout", "timeout"]
+"""Why a rollout ended. A response ends as its generation does.
+
+A trajectory is `completed` by its environment, reaches a limit on turns (`max_turns`: an ordinary end with its reward), on tokens
+(`length`: truncated) or on seconds (`timeout`), or its environment failed or hung.
+"""
+
+Flag = Literal["env_timeout", "env_failed", "drop_flag"]
+"""What is wrong with a delivered trajectory: for the group filter, which sees it among the members."""
+
 FailureCause = Literal["policy", "infrastructure"]
 """Who is to blame: what the policy wrote (its low reward is real), or the machinery (the member is no evidence)."""
 
@@ -59,6 +69,10 @@ class Turn:
     finish_reason: FinishReason
     policy_version: int  # version of the weights that sampled its first token: the oldest one
     token_versions: TokenIds | None = None  # [N] version that sampled each token; None: policy_version sampled them all
+    observation: str = ""  # what the environment had answered before it; "" where there is no environment
+    action: str | None = None  # what was read from the text and given to the environment; None: nothing was
+    is_admissible: bool | None = None  # whether the action was among the commands that would do something; None: nobody says
+    reward: float | None = None  # of the environment step that followed; None: none did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +80,7 @@ class Failure:
     """Why a member did not deliver, or delivered without a reward."""
 
     cause: FailureCause
-    reason: str  # short, countable: "reward_timeout", "reward_error", "reward_missing", "reward_not_finite", "engine_error"
+    reason: str  # short, countable: "reward_timeout", "reward_error", "reward_missing", "reward_not_finite", "engine_error", "env_timeout"
     detail: str = ""  # for a person: the exception text
 
 
@@ -79,11 +93,19 @@ class Rollout:
     member_index: int  # 0 .. group_size - 1
     task_id: str
     turns: tuple[Turn, ...]
-    finish_reason: FinishReason
-    reward: float | None  # raw task reward; None: it has none (then `failure` says why)
+    finish_reason: RolloutFinish
+    reward: float | None  # raw task reward (of a trajectory: the sum over its steps); None: it has none (then `failure` says why)
     metrics: Mapping[str, float] = field(default_factory=lambda: EMPTY)  # further named scores of the verifier
     failure: Failure | None = None
     seconds: float = 0.0  # from launch to reward
+    flags: frozenset[Flag] = frozenset()  # what is wrong with it, for the group filter
+    env_id: str | None = None  # names the problem that its environment gave; None: it does not say, or there is none
+    task_type: str | None = None  # kind of that problem
+
+    @property
+    def env_steps(self) -> int:
+        """Number of steps that its environment took."""
+        return sum([turn.reward is not None for turn in self.turns])
 
     @property
     def sampled_tokens(self) -> int:

@@ -425,8 +425,8 @@ def test_a_missing_key_says_what_it_takes() -> None:
     with pytest.raises(ConfigError) as raised:
         parse_config(data)
     assert problems_of(raised.value) == [
-        "config: rewards.math.verifier: expected a section with the keys type, args, the key is missing",
         "config: trainer.max_steps: expected a whole number >= 1 and <= 10000000, the key is missing",
+        "config: rewards.math.verifier: expected a section with the keys type, args, the key is missing",
     ]
 
 

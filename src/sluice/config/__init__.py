@@ -14,6 +14,7 @@ the rule to `checks.py`.
 
 from __future__ import annotations
 
+from sluice.config.agentic import AgenticConfig, DialogueConfig, EnvironmentConfig, EnvManagerConfig, EnvMonitorConfig
 from sluice.config.load import check_config, load_config, parse_config, to_yaml
 from sluice.config.models import (
     AdvantageConfig,
@@ -28,6 +29,7 @@ from sluice.config.models import (
     RewardConfig,
     RewardPoolConfig,
     RlvrConfig,
+    RunConfig,
     TasksConfig,
     TaskSourceConfig,
     TrainerConfig,
@@ -37,8 +39,13 @@ from sluice.config.models import (
 
 __all__ = [
     "AdvantageConfig",
+    "AgenticConfig",
     "DatasetFilterConfig",
+    "DialogueConfig",
     "EngineConfig",
+    "EnvManagerConfig",
+    "EnvMonitorConfig",
+    "EnvironmentConfig",
     "FilterConfig",
     "GuardConfig",
     "LoraConfig",
@@ -48,6 +55,7 @@ __all__ = [
     "RewardConfig",
     "RewardPoolConfig",
     "RlvrConfig",
+    "RunConfig",
     "TaskSourceConfig",
     "TasksConfig",
     "TrainerConfig",

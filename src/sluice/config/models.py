@@ -44,7 +44,7 @@ def _without_nul(path: P) -> P:
     return path
 
 
-def _greedy_or_warm(temperature: float) -> float:
+def greedy_or_warm(temperature: float) -> float:
     if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
         raise ValueError(
             f"expected 0 (greedy) or a number >= {COLDEST} and <= {HOTTEST}, got {temperature:g} - 0 takes the likeliest token"
@@ -59,6 +59,7 @@ def _import_path(name: str) -> str:
     return name
 
 
+ImportPath = Annotated[str, AfterValidator(_import_path)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]  # text is taken for a path; all else keeps its YAML type
 
 
@@ -238,7 +239,7 @@ class ValidationConfig(Section):
     """Held-out evaluation: every item, no filter, no refill."""
 
     every_steps: int | None = Field(default=None, ge=1)  # None: before and after the run only
-    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = 0.0  # 0: greedy
+    temperature: Annotated[float, AfterValidator(greedy_or_warm)] = 0.0  # 0: greedy
     repeats: int = Field(default=1, ge=1, le=MOST_REPEATS)
     max_items: int | None = Field(default=None, ge=1)
 
@@ -251,10 +252,9 @@ class RecordsConfig(Section):
     tensorboard: bool = True
 
 
-class RlvrConfig(Section):
-    """A whole RLVR run."""
+class RunConfig(Section):
+    """What every run has, whatever it samples."""
 
-    pipeline: Literal["rlvr"] = "rlvr"
     exp_name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=LONGEST_NAME,
@@ -262,6 +262,19 @@ class RlvrConfig(Section):
     )
     seed: int = Field(default=42, ge=0, lt=2**32)  # of everything that is drawn: data order, sampling, initialisation
     model: ModelConfig
+    async_generation_ratio: float = Field(default=0.0, ge=0, le=MOST_STEPS_AHEAD)  # steps that groups start ahead of; 0 is synchronous
+    on_weight_update: Literal["finish", "restart", "continue"] = "finish"  # a response under way when new weights come
+    resampling: ResamplingConfig = ResamplingConfig()
+    guard: GuardConfig | None = None  # None: filters may drop as many groups as they like
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig
+    records: RecordsConfig = RecordsConfig()
+
+
+class RlvrConfig(RunConfig):
+    """A whole RLVR run."""
+
+    pipeline: Literal["rlvr"] = "rlvr"
     tasks: TasksConfig
     rewards: dict[str, RewardConfig] = Field(min_length=1)
     reward_pool: RewardPoolConfig = RewardPoolConfig()
@@ -271,21 +284,12 @@ class RlvrConfig(Section):
     prompt_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a prompt with more is dropped before generation
     response_length: int = Field(ge=1, le=MOST_TOKENS)  # tokens; a response that reaches it without an end token is truncated
     group_size_redundancy: int = Field(default=0, ge=0, le=LARGEST_GROUP)  # members beyond group_size; the first group_size to finish count
-    async_generation_ratio: float = Field(default=0.0, ge=0, le=MOST_STEPS_AHEAD)  # steps that groups start ahead of; 0 is synchronous
-    on_weight_update: Literal["finish", "restart", "continue"] = "finish"  # a response under way when new weights come
     is_use_additional_prompts: bool = False
     max_additional_running_prompts: int = Field(default=16, ge=0, le=MOST_GROUPS)
     domain_interleave_probs: dict[str, Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)  # share of each domain
     mix_on: Literal["kept", "drawn"] = "kept"  # whether the shares are of the groups that train, or of the prompts drawn
-    user_defined_rollout_loop_cls: Annotated[str, AfterValidator(_import_path)] | None = (
-        None  # import path of a rollout loop of your own; None: one prompt, one response
-    )
-    resampling: ResamplingConfig = ResamplingConfig()
-    guard: GuardConfig | None = None  # None: filters may drop as many groups as they like
-    engine: EngineConfig = EngineConfig()
-    trainer: TrainerConfig
+    user_defined_rollout_loop_cls: ImportPath | None = None  # a rollout loop of your own; None: one prompt, one response
     validation: ValidationConfig = ValidationConfig()
-    records: RecordsConfig = RecordsConfig()
 
 
 ModelConfig.model_rebuild()

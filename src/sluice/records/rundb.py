@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sluice.scheduler.events import GroupRecord
 
 APPLICATION_ID = 0x534C5543  # "SLUC"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 RunStatus = Literal["running", "finished", "failed", "stopped"]
 
@@ -78,6 +78,8 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
         "seconds REAL NOT NULL",
         "policy_version INTEGER NOT NULL",
         "rewards TEXT NOT NULL",  # JSON array, null where a member has none
+        "env_steps INTEGER NOT NULL",
+        "task_type TEXT",  # NULL where no environment says
         "evidence TEXT NOT NULL",  # JSON object
     ),
     "ledger": ("step INTEGER NOT NULL", "outcome TEXT NOT NULL", "tokens INTEGER NOT NULL", "attempts INTEGER NOT NULL"),
@@ -592,6 +594,8 @@ def _group_row(r: GroupRecord) -> Sequence[object]:
         float(r.seconds),
         int(r.policy_version),
         _json(r.rewards),
+        int(r.env_steps),
+        r.task_type,
         _json(r.evidence) if r.evidence else "{}",
     )
 

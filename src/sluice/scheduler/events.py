@@ -35,6 +35,15 @@ class TasksExhausted:
     """The task source answered the oldest open `DrawTask`: nothing (of its domain) is left, until a task is returned to it."""
 
 
+class MemberStepped(NamedTuple):
+    """The environment of an attempt took a step. A named tuple, as `LaunchMember` is: one comes for every turn of every trajectory."""
+
+    attempt_id: int
+    env_step: int  # 1 for the first
+    action: str
+    observation: str  # what the policy saw before it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFinished:
     """An attempt delivered a rollout, scored (`reward`) or with the reason why it has no reward (`failure`)."""
@@ -126,6 +135,7 @@ Event = (
     BatchWanted
     | TaskDrawn
     | TasksExhausted
+    | MemberStepped
     | MemberFinished
     | MemberFailed
     | MemberCancelled
@@ -282,4 +292,6 @@ class GroupRecord:
     seconds: float  # from launch to exit
     policy_version: int  # oldest among its rollouts; -1: none delivered
     rewards: tuple[float | None, ...]  # raw task reward per member; None: no reward
+    env_steps: int = 0  # taken by the environments of all its attempts
+    task_type: str | None = None  # kind of problem, as the environment of its first delivered member says
     evidence: Mapping[str, float] = field(default_factory=lambda: EMPTY)

@@ -44,6 +44,7 @@ class OpenGroup:
         "detached",
         "disqualified",
         "end_step",
+        "env_steps",
         "epoch",
         "evidence",
         "group_id",
@@ -101,6 +102,7 @@ class OpenGroup:
         self.slots = [-1] * places  # id of the attempt under way for each member; -1: none
         self.attempts = 0
         self.tokens = 0  # sampled by settled attempts and delivered members
+        self.env_steps = 0  # taken by the environments of its attempts
         self.open_tokens = 0  # of these, by delivered members
         self.outcome: str | None = None  # set once, when the group is on its way out
         self.reason = ""
@@ -135,6 +137,8 @@ class OpenGroup:
             seconds=now - self.started_at if self.restored_s is None else self.restored_s,
             policy_version=min(versions, default=-1),
             rewards=self.rewards,
+            env_steps=self.env_steps,
+            task_type=next((rollout.task_type for rollout in self.delivered if rollout is not None), None),
             evidence=self.evidence,
         )
 

@@ -29,11 +29,27 @@ class Judging(Core):
                 rollouts.append(rollout)
                 counted.append(is_counted)
         group = group_of(open_group, tuple(rollouts), tuple(counted))
+        if len({rollout.env_id for rollout in rollouts}) > 1:
+            self._decide(open_group, group, self._different_problems(open_group, group, out), now, out)
+            return
         try:
             verdict = self.filters[open_group.task.domain].query.judge(group)
         except Exception as error:
             raise FilterError(f"the query filter of domain {open_group.task.domain!r} failed: {error}\n{open_group.tell()}") from error
         self._decide(open_group, group, verdict, now, out)
+
+    def _different_problems(self, open_group: OpenGroup, group: Group, out: list[ev.Instruction]) -> Verdict:
+        """The environments of siblings gave them different problems: their rewards cannot be compared."""
+        problems = sorted({str(rollout.env_id) for rollout in group.rollouts})
+        key = (group.task.domain, "different_problems")
+        if key not in self._first_details:
+            self._first_details[key] = ", ".join(problems[:3])
+            message = (
+                f"expected one problem for all members of a group, got {len(problems)} ({', '.join(problems[:3])}): it is dropped as "
+                "invalid - the same seed must give the same problem in every process (told once, counted from here on)"
+            )
+            out.append(ev.Warn(key="/".join(key), message=f"{message}\n{open_group.tell()}"))
+        return Verdict.dropped("different_problems", "invalid", "scheduler", {"problems": float(len(problems))})
 
     def _decide(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A whole group has its verdict; the guard may have another word."""

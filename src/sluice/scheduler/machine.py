@@ -41,6 +41,7 @@ class Scheduler(Batches):
             ev.BatchWanted: self._batch_wanted,
             ev.TaskDrawn: self._task_drawn,
             ev.TasksExhausted: self._tasks_exhausted,
+            ev.MemberStepped: self._member_stepped,
             ev.MemberFinished: self._member_finished,
             ev.MemberFailed: self._member_failed,
             ev.MemberCancelled: self._member_cancelled,

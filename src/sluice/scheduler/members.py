@@ -51,6 +51,15 @@ class Members(Judging):
         group.slots[index] = -1
         return group, index
 
+    def _member_stepped(self, event: ev.MemberStepped, now: float, out: list[ev.Instruction]) -> None:
+        group = self._running.get(event.attempt_id)
+        if group is None:
+            if not 0 <= event.attempt_id < self._next_attempt:
+                raise SchedulerBug(f"attempt {event.attempt_id} stepped, but was never launched (the last one is {self._next_attempt - 1})")
+            self.ledger.late_results += 1
+            return
+        group.env_steps += 1
+
     def _member_finished(self, event: ev.MemberFinished, now: float, out: list[ev.Instruction]) -> None:
         rollout = event.rollout
         attempt_id = rollout.attempt_id

@@ -159,6 +159,7 @@ def _save_group(group: OpenGroup, whole: Group, last_step: int, running_tokens: 
         "seconds": group.story[-1][0] - group.story[0][0] if group.restored_s is None else group.restored_s,
         "attempts": group.attempts,
         "tokens": group.tokens + running_tokens,
+        "env_steps": group.env_steps,
         "reason": group.reason,
         "source": group.source,
         "evidence": _plain_entries(group.evidence),
@@ -186,6 +187,9 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
         "metrics": _plain_entries(rollout.metrics),
         "failure": None if failure is None else [failure.cause, failure.reason, failure.detail],
         "seconds": rollout.seconds,
+        "flags": sorted(rollout.flags),
+        "env_id": rollout.env_id,
+        "task_type": rollout.task_type,
         "turns": [
             {
                 "prompt_ids": turn.prompt_ids,
@@ -195,6 +199,10 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
                 "finish_reason": turn.finish_reason,
                 "policy_version": turn.policy_version,
                 "token_versions": turn.token_versions,
+                "observation": turn.observation,
+                "action": turn.action,
+                "is_admissible": turn.is_admissible,
+                "reward": turn.reward,
             }
             for turn in rollout.turns
         ],
@@ -219,7 +227,7 @@ def _load_group(machine: Core, entry: Mapping[str, Any], tasks: Mapping[str, Tas
     group.closed = True
     group.missing = 0
     group.restored_s = float(entry["seconds"])
-    group.attempts, group.tokens = int(entry["attempts"]), int(entry["tokens"])
+    group.attempts, group.tokens, group.env_steps = int(entry["attempts"]), int(entry["tokens"]), int(entry["env_steps"])
     group.reason, group.source, group.evidence = entry["reason"], entry["source"], dict(entry["evidence"])
     group.story.append((0.0, "committed, restored from a checkpoint", machine.step))
     rollouts = tuple(_load_rollout(saved, group.group_id, task.task_id) for saved in entry["rollouts"])
@@ -252,6 +260,9 @@ def _load_rollout(saved: Mapping[str, Any], group_id: int, task_id: str) -> Roll
         metrics=dict(saved["metrics"]),
         failure=None if saved["failure"] is None else Failure(**dict(zip(("cause", "reason", "detail"), saved["failure"], strict=True))),
         seconds=float(saved["seconds"]),
+        flags=frozenset(saved["flags"]),
+        env_id=saved["env_id"],
+        task_type=saved["task_type"],
     )
 
 

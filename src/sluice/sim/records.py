@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sluice.scheduler.events import MemberFinished, TaskDrawn
-from sluice.types import EMPTY, Failure, FinishReason, Rollout, Task, Turn
+from sluice.types import EMPTY, Failure, FinishReason, Flag, Rollout, Task, Turn
 
 _new: Final = object.__new__
+_NO_FLAGS: Final[frozenset[Flag]] = frozenset()
 
 
 def _setter(cls: type, name: str) -> Any:
@@ -24,6 +25,7 @@ _set_reward = _setter(Rollout, "reward")
 _set_metrics = _setter(Rollout, "metrics")
 _set_failure = _setter(Rollout, "failure")
 _set_seconds = _setter(Rollout, "seconds")
+_set_flags, _set_env_id, _set_task_type = _setter(Rollout, "flags"), _setter(Rollout, "env_id"), _setter(Rollout, "task_type")
 _set_rollout = _setter(MemberFinished, "rollout")
 _set_task, _set_epoch = _setter(TaskDrawn, "task"), _setter(TaskDrawn, "epoch")
 
@@ -50,6 +52,9 @@ def make_rollout(
     _set_metrics(rollout, EMPTY)
     _set_failure(rollout, failure)
     _set_seconds(rollout, 0.0)
+    _set_flags(rollout, _NO_FLAGS)
+    _set_env_id(rollout, None)
+    _set_task_type(rollout, None)
     return rollout
 
 
