@@ -13,6 +13,7 @@ build.py          `build_tasks`: all of the above, in order
 report.py         where every row went
 task_list.py      `TaskList`: epochs, order, put-back, state
 domain_tasks.py   `DomainTasks`: one task list for each domain, drawn from by domain
+episodes.py       `EpisodeTasks`: episodes of environment groups, without end
 
 Another source: a file with a class that has `problems()` and `rows()`, its line in sources.py, and its name and keys in sluice.config
 (`TaskSourceConfig.type`, and the table of keys in checks.py).
@@ -24,11 +25,13 @@ from sluice.tasks.base import TaskSource, Tokenizer
 from sluice.tasks.build import LoadedTasks, build_tasks
 from sluice.tasks.checks import check_task_settings, task_problems
 from sluice.tasks.domain_tasks import DomainTasks
+from sluice.tasks.episodes import EpisodeTasks, held_out_episodes
 from sluice.tasks.report import LoadReport, SourceReport
 from sluice.tasks.task_list import TaskList
 
 __all__ = [
     "DomainTasks",
+    "EpisodeTasks",
     "LoadReport",
     "LoadedTasks",
     "SourceReport",
@@ -37,5 +40,6 @@ __all__ = [
     "Tokenizer",
     "build_tasks",
     "check_task_settings",
+    "held_out_episodes",
     "task_problems",
 ]
