@@ -11,7 +11,7 @@ import yaml
 from sluice.config import parse_config
 from sluice.config.models import VerifierConfig
 from sluice.filters import build_domain_filters, build_query_filter, build_response_filter
-from sluice.pipeline.build import scheduler_config
+from sluice.pipeline.rlvr import scheduler_config
 from sluice.rewards import build_verifier, check_rewards
 from tests.fakes import make_group, make_rollout, make_task
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class FakePipeline:
-    """Stands in for `sluice.pipeline.rlvr`: notes what it is asked for, writes an empty run folder."""
+    """Stands in for `sluice.pipeline.train`: notes what it is asked for, writes an empty run folder."""
 
     root: Path
     interrupted: bool = False
@@ -53,9 +53,9 @@ class FakePipeline:
 @pytest.fixture
 def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     fake = FakePipeline(tmp_path / "runs")
-    module = ModuleType("sluice.pipeline.rlvr")
+    module = ModuleType("sluice.pipeline.train")
     module.train = fake.train  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sluice.pipeline.rlvr", module)
+    monkeypatch.setitem(sys.modules, "sluice.pipeline.train", module)
     return fake
 
 
@@ -172,7 +172,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from tests.cli.test_app import FakePipeline
-module = ModuleType("sluice.pipeline.rlvr")
+module = ModuleType("sluice.pipeline.train")
 module.train = FakePipeline(Path(sys.argv.pop(1))).train
 sys.modules[module.__name__] = module
 from sluice.cli import main
@@ -266,9 +266,9 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeDryRun], None]:
     from sluice.cli import recipe
 
     def put(answer: FakeDryRun) -> None:
-        module = ModuleType("sluice.pipeline.rlvr")
+        module = ModuleType("sluice.pipeline.train")
         module.dry_run = lambda config: (answer,)  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "sluice.pipeline.rlvr", module)
+        monkeypatch.setitem(sys.modules, "sluice.pipeline.train", module)
 
     monkeypatch.setattr(recipe, "missing_packages", lambda extra: [])
     for name in ("_check_model", "_check_tasks"):

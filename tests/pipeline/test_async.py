@@ -17,7 +17,7 @@ import pytest
 from sluice.config import load_config
 from sluice.execution.loops import LoopContext
 from sluice.pipeline.feed import Feed
-from sluice.pipeline.rlvr import train
+from sluice.pipeline.train import train
 from sluice.records import open_for_reading, read_summary
 from sluice.types import Batch, Rollout
 from tests.pipeline.test_rlvr import Recorder, write_recipe

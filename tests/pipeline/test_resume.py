@@ -25,7 +25,7 @@ from sluice.cli.app import app
 from sluice.config import load_config
 from sluice.errors import ConfigError, RecordError, ResampleError, SluiceError, TaskError
 from sluice.pipeline.resume import CHANGEABLE, model_fingerprint
-from sluice.pipeline.rlvr import RunResult, resume, train
+from sluice.pipeline.train import RunResult, resume, train
 from sluice.records import Checkpoints, RunFolder, open_for_reading, read_facts, read_metrics, read_status, read_summary
 from sluice.types import Group, Task
 from tests.pipeline.test_rlvr import Recorder, write_recipe

@@ -21,7 +21,7 @@ import yaml
 from sluice.config import RlvrConfig, load_config
 from sluice.errors import ResampleError, SluiceError
 from sluice.execution import ValidationResult
-from sluice.pipeline.rlvr import RunResult, dry_run, train
+from sluice.pipeline.train import RunResult, dry_run, train
 from sluice.records import open_for_reading, over_all, read_metrics, read_summary
 from tests.trainer.tiny import save_tiny_model
 

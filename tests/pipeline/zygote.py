@@ -69,7 +69,7 @@ def _import_everything() -> None:
 
     import sluice.cli.progress
     import sluice.cli.quiet
-    import sluice.pipeline.rlvr
+    import sluice.pipeline.train
     import sluice.trainer.trl  # noqa: F401
 
     conversion_mapping.get_checkpoint_conversion_mapping("qwen2")

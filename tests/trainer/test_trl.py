@@ -578,6 +578,7 @@ def test_a_stop_before_the_first_step_asks_for_nothing(model_folder: Path, tmp_p
     engine = FakeEngine(model_folder)
     trainer = build_trainer(
         tiny_config(model_folder),
+        longest_completion=8,
         model_path=model_folder,
         output_dir=tmp_path,
         source=source,
@@ -765,7 +766,7 @@ def test_the_schedule_and_the_optimiser_are_the_configured_ones(model_folder: Pa
         loss_type="grpo",
         beta=0.01,
     )
-    args = grpo_config(config, tmp_path)
+    args = grpo_config(config, tmp_path, config.response_length)
     assert (args.max_steps, args.learning_rate, args.warmup_steps, args.lr_scheduler_type) == (7, 0.02, 3, "linear")
     assert (args.weight_decay, args.adam_beta1, args.adam_beta2, args.max_grad_norm) == (0.1, 0.8, 0.95, 0.5)
     assert (args.loss_type, args.beta, args.temperature, args.max_completion_length) == ("grpo", 0.01, 0.7, 6)

@@ -199,6 +199,7 @@ class Run:
         self.gradients: list[dict[str, torch.Tensor]] = []  # of each step, before clipping
         self.trainer: SluiceGRPOTrainer = build_trainer(
             self.config,
+            longest_completion=self.config.response_length,
             model_path=folder,
             output_dir=output,
             source=self.source,

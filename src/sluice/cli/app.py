@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sluice.cli.doctor import Check
     from sluice.cli.progress import ProgressDisplay
     from sluice.cli.quiet import QuietDisplay
-    from sluice.pipeline.rlvr import RunResult
+    from sluice.pipeline.train import RunResult
 
 app = typer.Typer(
     name="sluice",
@@ -108,7 +108,7 @@ def _train(recipe: Path | None, overrides: list[str] | None, seed: int | None, p
 
     config = load_config(recipe, _with_seed(overrides, seed))
     with _display(config.exp_name, plain, quiet) as display:
-        from sluice.pipeline.rlvr import train as run
+        from sluice.pipeline.train import train as run
 
         return run(config, config_path=recipe, display=display)
 
@@ -119,7 +119,7 @@ def _resume(folder: Path, recipe: Path | None, overrides: list[str] | None, seed
     if wrong:
         raise ConfigError(f"--resume takes no recipe, only settings to change (KEY=VALUE), got {wrong[0]} - the run folder has its recipe")
     with _display(folder.name, plain, quiet) as display:
-        from sluice.pipeline.rlvr import resume as run
+        from sluice.pipeline.train import resume as run
 
         return run(folder, overrides=changes, display=display)
 

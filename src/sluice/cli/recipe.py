@@ -13,7 +13,7 @@ from sluice.config import RlvrConfig, load_config
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sluice.pipeline.rlvr import DryRun
+    from sluice.pipeline.train import DryRun
 
 _SHOWN_CHARACTERS = 200  # of a prompt or a response; enough to see a wrong template
 
@@ -112,7 +112,7 @@ def _check_tasks(config: RlvrConfig) -> Iterator[Check]:
 
 
 def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
-    from sluice.pipeline.rlvr import dry_run
+    from sluice.pipeline.train import dry_run
 
     for group in dry_run(config):
         yield _shown_group(group)

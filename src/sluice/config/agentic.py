@@ -115,6 +115,12 @@ class AgenticConfig(RunConfig):
         return fewest if manager.max_traj_per_env == -1 else manager.max_traj_per_env
 
     @property
+    def additional_groups(self) -> int:
+        """Groups beyond the batch that may run at once, where `max_traj_per_env` makes room for them."""
+        manager = self.train_env_manager
+        return 0 if manager.max_traj_per_env == -1 else max(0, manager.num_env_groups * manager.max_traj_per_env - self.groups_per_batch)
+
+    @property
     def domain(self) -> str:
         """The name under which its groups are counted."""
         return self.environment.type.rsplit(".", 1)[-1]

@@ -1,7 +1,10 @@
 """The room that builds a run from a configuration and sees it through to its end.
 
-    rlvr.py         `train`, `resume` and `dry_run` of an RLVR recipe
-    build.py        what a configuration is built into before anything is written
+    train.py        `train`, `resume` and `dry_run` of a recipe
+    job.py          what a kind of run must offer
+    rlvr.py         prompts, verifiers, query and response filters
+    agentic.py      environments, trajectories, group filters
+    build.py        from a configuration to its job
     run.py          one run under way
     resume.py       where a run is taken up again
     display.py      what a run shows while it goes on

@@ -12,8 +12,8 @@ from sluice.config import RlvrConfig
 from sluice.execution.member import single_turn_rollout
 from sluice.filters import DomainFilters
 from sluice.generation import Engine, GenerationRequest
-from sluice.pipeline.build import Parts, build_parts
 from sluice.pipeline.loop_thread import LoopThread
+from sluice.pipeline.rlvr import RlvrJob
 from sluice.rewards import Scorer, build_scorer
 from sluice.types import Group, Rollout, Task, TokenIds, Verdict
 
@@ -51,29 +51,29 @@ def dry_run(config: RlvrConfig) -> tuple[DryRun, ...]:
         ConfigError, TaskError, SluiceError: as `train` would.
     """
     started = time.monotonic()
-    parts = build_parts(config, lambda text: None)
+    job = RlvrJob.build(config, lambda text: None)
     load_s = time.monotonic() - started
     first: dict[str, Task] = {}
-    for task in parts.tasks.train.tasks:
+    for task in job.tasks.train.tasks:
         first.setdefault(task.domain, task)
     try:
         with LoopThread(threading.Event()) as loop:
             scorer = loop.do(lambda: build_scorer(config.rewards, config.reward_pool))
             try:
-                return tuple(_dry_run_of(task, config, parts, loop, scorer, load_s) for task in first.values())
+                return tuple(_dry_run_of(task, config, job, loop, scorer, load_s) for task in first.values())
             finally:
                 loop.run(scorer.close(), CLOSE_S)
     finally:
-        parts.engine.close()
+        job.engine.close()
 
 
-def _dry_run_of(task: Task, config: RlvrConfig, parts: Parts, loop: LoopThread, scorer: Scorer, load_s: float) -> DryRun:
+def _dry_run_of(task: Task, config: RlvrConfig, job: RlvrJob, loop: LoopThread, scorer: Scorer, load_s: float) -> DryRun:
     seconds = {"load": load_s}
     rollouts, group = loop.run(
-        one_group(config, task, engine=parts.engine, scorer=scorer, decode=parts.decode, seconds=seconds), timeout_s=600.0
+        one_group(config, task, engine=job.engine, scorer=scorer, decode=job.decode, seconds=seconds), timeout_s=600.0
     )
     started = time.monotonic()
-    verdict = _verdict(parts.filters[task.domain], group)
+    verdict = _verdict(job.filters[task.domain], group)
     seconds["judge"] = time.monotonic() - started
     return DryRun(
         task_id=task.task_id,

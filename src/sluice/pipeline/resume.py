@@ -4,7 +4,7 @@ A run that was killed has done things after its last checkpoint: they are done a
 tokens that they cost are counted as lost. What was saved is used whole or not at all: a torn or foreign checkpoint is passed over with a
 warning, and the one before it is used; without any the run begins anew, in the same folder.
 
-Nothing is changed before it is known that the run can go on: `find_resume_point`, `restore_parts`, then `roll_back`.
+Nothing is changed before it is known that the run can go on: `find_resume_point`, `restore_job`, then `roll_back`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sluice.config import RlvrConfig, load_config, to_yaml
+from sluice.config import AgenticConfig, RlvrConfig, RunConfig, load_config, to_yaml
 from sluice.errors import ConfigError, RecordError
 from sluice.filters import load_filters_state
-from sluice.pipeline.build import Parts, build_scheduler
+from sluice.pipeline.job import Job
 from sluice.records import ENGINE_TOKENS, MAX_STEPS, Checkpoints, RunFolder, open_for_reading, read_facts, rollback
 
 CHANGEABLE: Final = (
@@ -31,6 +31,12 @@ CHANGEABLE: Final = (
     "engine.torch_threads",
     "engine.max_slots",
     "reward_pool.workers",
+    "environment.workers",
+    "environment.reset_timeout_s",
+    "environment.step_timeout_s",
+    "env_monitor.interval_s",
+    "env_monitor.hung_after_s",
+    "env_monitor.on_hung",
     "validation.every_steps",
     "trainer.logprob_tolerance",
     "resampling.max_resample_rounds",
@@ -66,7 +72,7 @@ class ResumePoint:
         return f"resuming at step {self.step}" if self.step else "there is no checkpoint to resume from: the run begins anew"
 
 
-def open_run(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, RlvrConfig]:
+def open_run(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, RlvrConfig | AgenticConfig]:
     """The folder of a run and its configuration, with overrides put over it. Not locked yet.
 
     Raises:
@@ -83,7 +89,7 @@ def open_run(path: Path, overrides: Sequence[str]) -> tuple[RunFolder, RlvrConfi
     return folder, load_config(folder.config, overrides)
 
 
-def find_resume_point(folder: RunFolder, config: RlvrConfig, checkpoints: Checkpoints) -> ResumePoint:
+def find_resume_point(folder: RunFolder, config: RunConfig, checkpoints: Checkpoints) -> ResumePoint:
     """Choose the checkpoint. The folder must be locked.
 
     Raises:
@@ -108,7 +114,7 @@ def find_resume_point(folder: RunFolder, config: RlvrConfig, checkpoints: Checkp
     )
 
 
-def _require_more_to_do(folder: RunFolder, config: RlvrConfig, done: int, planned: int, *, has_checkpoint: bool) -> None:
+def _require_more_to_do(folder: RunFolder, config: RunConfig, done: int, planned: int, *, has_checkpoint: bool) -> None:
     """Raise `RecordError` unless a finished run has been given more steps, and can take them."""
     more = f"sluice train --resume {folder.path} trainer.max_steps={2 * done}"
     if done < planned:
@@ -125,7 +131,7 @@ def _require_more_to_do(folder: RunFolder, config: RlvrConfig, done: int, planne
         )
 
 
-def restore_parts(point: ResumePoint, config: RlvrConfig, parts: Parts) -> None:
+def restore_job(point: ResumePoint, job: Job) -> None:
     """Bring tasks, filters and guard to where the checkpoint was taken, and see that everything else fits it.
 
     Raises:
@@ -135,15 +141,15 @@ def restore_parts(point: ResumePoint, config: RlvrConfig, parts: Parts) -> None:
     """
     if point.state is None:
         return
-    if point.state["model"] != model_fingerprint(Path(config.model.path)):
+    if point.state["model"] != model_fingerprint(Path(job.config.model.path)):
         raise ConfigError(
-            f"model.path: expected in {config.model.path} the model that the run began with, got another one - put it back: data are "
+            f"model.path: expected in {job.config.model.path} the model that the run began with, got another one - put it back: data are "
             f"tokenised with it, and adapters and trainer.beta start from it"
         )
     shell = point.state["shell"]
-    parts.tasks.train.load_state_dict(shell["tasks"])
-    build_scheduler(config, parts).load_state_dict(shell["scheduler"], {task.task_id: task for task in parts.tasks.train.tasks})
-    load_filters_state(parts.filters, point.state["filters"])
+    job.task_source.load_state_dict(shell["tasks"])
+    job.build_scheduler().load_state_dict(shell["scheduler"], job.known_tasks)
+    load_filters_state(job.filters, point.state["filters"])
 
 
 def roll_back(point: ResumePoint, folder: RunFolder, checkpoints: Checkpoints) -> None:
@@ -170,7 +176,7 @@ def model_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def write_config(folder: RunFolder, config: RlvrConfig) -> None:
+def write_config(folder: RunFolder, config: RlvrConfig | AgenticConfig) -> None:
     """Keep the changed configuration for the next resume; whole or not at all."""
     text = to_yaml(config)
     if folder.config.read_text(encoding="utf-8") == text:

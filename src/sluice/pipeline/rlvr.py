@@ -1,121 +1,170 @@
-"""An RLVR run from its configuration to its summary: everything is built here, nothing is decided here.
-
-Order: filters and verifiers, the engine's own model, tokenizer and tasks (nearly all that can be wrong is wrong before a run folder
-exists), then the run folder and journal, the loop with scorer and shell, the trainer; evaluate, train, save, evaluate. Whatever ends the
-run, the shell is closed, every token is accounted for, and the ledger is compared with the engine's own count.
-"""
+"""An RLVR run: prompts from data sets, one response each (or a rollout loop of the user's own), verifiers, query and response filters."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from sluice.config import RlvrConfig, check_config, to_yaml
-from sluice.errors import SluiceError
-from sluice.pipeline.build import Parts, build_parts
-from sluice.pipeline.collector import calm_garbage_collector
-from sluice.pipeline.display import Display
-from sluice.pipeline.dry_run import DryRun, dry_run
-from sluice.pipeline.interrupt import Interrupt
-from sluice.pipeline.log_to_run import LogToRun
-from sluice.pipeline.resume import ResumePoint, find_resume_point, open_run, restore_parts, roll_back, write_config
-from sluice.pipeline.run import Run
-from sluice.records import MAX_STEPS, Checkpoints, Journal, RunFolder
+from sluice.config import RlvrConfig
+from sluice.errors import ConfigError, LoopError
+from sluice.execution import Journal, LocalShell, ValidationResult, validate
+from sluice.execution.loops import RolloutLoop, load_loop
+from sluice.filters import DomainFilters, RatioGuard, build_domain_filters, build_guard
+from sluice.generation import Engine, SlotEngine
+from sluice.generation.tokenizer import load_tokenizer
+from sluice.pipeline.job import Job
+from sluice.rewards import build_scorer, check_rewards
+from sluice.scheduler import Scheduler, SchedulerConfig
+from sluice.tasks import LoadedTasks, build_tasks
 
-__all__ = ["Display", "DryRun", "RunResult", "dry_run", "resume", "train"]
+if TYPE_CHECKING:
+    from sluice.rewards import Scorer
+    from sluice.types import Task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended."""
+class RlvrJob(Job):
+    """The parts of an RLVR run."""
 
-    folder: Path
-    steps: int  # optimiser steps done
-    interrupted: bool  # by Ctrl-C or SIGTERM
+    def __init__(
+        self,
+        config: RlvrConfig,
+        *,
+        tokenizer: Any,
+        tasks: LoadedTasks,
+        filters: Mapping[str, DomainFilters],
+        guard: RatioGuard | None,
+        user_loop: RolloutLoop | None,
+        engine: Engine,
+    ) -> None:
+        self.config: RlvrConfig = config
+        self.tokenizer = tokenizer
+        self.tasks = tasks
+        self.task_source = tasks.train
+        self.filters = filters
+        self.guard = guard
+        self.user_loop = user_loop
+        self.engine = engine
+        self.groups_per_batch = config.rollout_batch_size
+        self.longest_completion = config.response_length
+        self.validation_items = len(tasks.validation) * config.validation.repeats
+        self.evaluate_every = config.validation.every_steps
+        self.warnings = tasks.report.warnings
+        self._scorer: Scorer | None = None  # between `open` and `close`
 
-
-def train(config: RlvrConfig, *, config_path: Path, display: Display) -> RunResult:
-    """Run a recipe to its end, or until it is interrupted, in the calling (main) thread.
-
-    Raises:
-        ConfigError, TaskError: the configuration or the data are wrong; nothing has been trained then.
-        SluiceError: the run broke; its folder keeps what was recorded until then, with status "failed".
-    """
-    check_config(config)
-    stop = threading.Event()
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(stop))
-        display.start(config.trainer.max_steps)
-        parts = build_parts(config, display.phase)
-        stack.callback(parts.engine.close)
-        folder = stack.enter_context(
-            RunFolder.create(
-                config.records.root,
-                config.exp_name,
-                config.seed,
-                to_yaml(config),
-                facts={MAX_STEPS: config.trainer.max_steps, "recipe": config_path.name},
-            )
+    @classmethod
+    def build(cls, config: RlvrConfig, phase: Callable[[str], None]) -> RlvrJob:
+        """Build them. Raises `ConfigError` or `TaskError` when a setting or the data are wrong."""
+        check_rewards(config.rewards)
+        filters = build_domain_filters(config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members)
+        guard = build_guard(config.guard)
+        user_loop = None
+        if config.user_defined_rollout_loop_cls is not None:
+            try:
+                user_loop = load_loop(config.user_defined_rollout_loop_cls, config)
+            except LoopError as error:
+                raise ConfigError(str(error)) from error
+        phase("loading the model")
+        engine = SlotEngine.load(
+            config.model.path,
+            max_slots=config.engine.max_slots,
+            max_length=config.prompt_length + config.response_length,
+            threads=config.engine.torch_threads,
+            lora=config.model.lora,
+            on_weight_update=config.on_weight_update,
         )
-        return _play(config, parts, folder, display, stop, interrupt, resumed=None)
-
-
-def resume(path: Path, *, overrides: Sequence[str] = (), display: Display) -> RunResult:
-    """Take up a run again that was stopped, failed or was killed, from its newest whole checkpoint.
-
-    overrides: of the settings in `resume.CHANGEABLE` only.
-
-    Raises:
-        RecordError: there is no such run, it lives, or it has nothing left to do.
-        ConfigError, TaskError: its data or its model are not what they were.
-        SluiceError: the run broke again.
-    """
-    stop = threading.Event()
-    with ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt(stop))
-        folder, config = open_run(path, overrides)
-        folder.lock()
-        stack.enter_context(folder)
-        display.start(config.trainer.max_steps)
-        parts = build_parts(config, display.phase)
-        stack.callback(parts.engine.close)
-        checkpoints = Checkpoints(folder.checkpoints, folder.identity, config.trainer.keep_checkpoints)
-        point = find_resume_point(folder, config, checkpoints)
-        restore_parts(point, config, parts)
-        roll_back(point, folder, checkpoints)
-        write_config(folder, config)
-        return _play(config, parts, folder, display, stop, interrupt, resumed=point)
-
-
-def _play(
-    config: RlvrConfig,
-    parts: Parts,
-    folder: RunFolder,
-    display: Display,
-    stop: threading.Event,
-    interrupt: Interrupt,
-    *,
-    resumed: ResumePoint | None,
-) -> RunResult:
-    display.message(f"run folder: {folder.path}")
-    journal = Journal(folder.run_db)
-    try:
-        run = Run(config, parts, folder, journal, display, stop, resumed)
-        with calm_garbage_collector(), LogToRun(run.warn):
-            run.play()
-    except BaseException as error:
-        status: Literal["stopped", "failed"] = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         try:
-            journal.event("error", f"{type(error).__name__}: {error}")
-            journal.close(status)
-        except SluiceError as second:
-            error.add_note(f"and the journal could not be closed: {second}")
-        if isinstance(error, SluiceError):
-            error.add_note(f"run folder: {folder.path}")
-        raise
-    journal.close("stopped" if interrupt.was_interrupted else "finished")
-    return RunResult(folder=folder.path, steps=run.steps, interrupted=interrupt.was_interrupted)
+            phase("loading the tasks")
+            tokenizer = load_tokenizer(config.model.path)
+            tasks = build_tasks(config, tokenizer)
+        except BaseException:
+            engine.close()
+            raise
+        return cls(config, tokenizer=tokenizer, tasks=tasks, filters=filters, guard=guard, user_loop=user_loop, engine=engine)
+
+    @property
+    def known_tasks(self) -> Mapping[str, Task]:
+        """All training tasks by task_id."""
+        return {task.task_id: task for task in self.tasks.train.tasks}
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """The machine's settings."""
+        return scheduler_config(self.config)
+
+    async def open(
+        self, scheduler: Scheduler, journal: Journal, on_change: Callable[[], None], on_warning: Callable[[str], None]
+    ) -> LocalShell:
+        """Start the verifiers and the shell."""
+        self._scorer = build_scorer(self.config.rewards, self.config.reward_pool)
+        return LocalShell(
+            scheduler=scheduler,
+            source=self.task_source,
+            engine=self.engine,
+            scorer=self._scorer,
+            journal=journal,
+            decode=self.decode,
+            response_length=self.config.response_length,
+            temperature=self.config.engine.temperature,
+            on_change=on_change,
+            on_warning=on_warning,
+            user_loop=self.user_loop,
+            encode=self.encode,
+        )
+
+    async def validate(self, on_result: Callable[[int, int], None]) -> dict[str, ValidationResult]:
+        """Generate and score every held-out prompt."""
+        assert self._scorer is not None
+        settings = self.config.validation
+        return await validate(
+            self.tasks.validation,
+            engine=self.engine,
+            scorer=self._scorer,
+            decode=self.decode,
+            response_length=self.config.response_length,
+            temperature=settings.temperature,
+            repeats=settings.repeats,
+            seed=self.config.seed,
+            on_result=on_result,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of the verifiers."""
+        return {} if self._scorer is None else self._scorer.metrics()
+
+    async def close(self) -> None:
+        """End the verifiers."""
+        if self._scorer is not None:
+            await self._scorer.close()
+
+
+def scheduler_config(config: RlvrConfig) -> SchedulerConfig:
+    """The machine's settings in a configuration."""
+    resampling = config.resampling
+    own_staleness = {domain: reward.max_staleness for domain, reward in config.rewards.items() if reward.max_staleness is not None}
+    return SchedulerConfig(
+        group_size=config.num_return_sequences_in_group,
+        seed=config.seed,
+        redundancy=config.group_size_redundancy,
+        fill=resampling.fill,
+        collect=resampling.collect,
+        max_resample_rounds=resampling.max_resample_rounds,
+        max_groups_per_batch=resampling.max_groups_per_batch,
+        max_response_rounds=resampling.max_response_rounds,
+        on_exhausted=resampling.on_exhausted,
+        min_members=resampling.min_members,
+        truncated=resampling.truncated,
+        on_member_failure=resampling.on_member_failure,
+        max_additional_running_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
+        async_generation_ratio=config.async_generation_ratio,
+        on_weight_update=config.on_weight_update,
+        surplus=resampling.surplus,
+        max_staleness=resampling.max_staleness,
+        domain_staleness=own_staleness,
+        domain_shares=config.domain_interleave_probs,
+        mix_on=config.mix_on,
+        absent_after_batches=resampling.absent_after_batches,
+        group_timeout_s=resampling.group_timeout_s,
+        requeue=resampling.requeue,
+        quarantine_after=resampling.quarantine_after,
+        stall_warning_s=resampling.stall_warning_s,
+        has_user_loop=config.user_defined_rollout_loop_cls is not None,
+    )

@@ -9,22 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sluice.config import RlvrConfig
+from sluice.config import RunConfig
 from sluice.errors import RewardError, TrainerError
-from sluice.execution import LocalShell, validate
+from sluice.execution import ValidationResult
 from sluice.filters import filters_state
-from sluice.pipeline.build import Parts, build_scheduler
 from sluice.pipeline.display import Display
 from sluice.pipeline.feed import Feed
+from sluice.pipeline.job import Job
 from sluice.pipeline.loop_thread import LoopThread, Stopped
 from sluice.pipeline.resume import ResumePoint, model_fingerprint
 from sluice.records import ENGINE_TOKENS, MAX_STEPS, SCHEDULER, BatchRecord, Checkpoints, Journal, RunFolder, Sinks, build_sinks
-from sluice.rewards import Scorer, build_scorer
 
 if TYPE_CHECKING:
     from sluice.trainer.trl import SluiceGRPOTrainer
 
-CLOSE_S: Final = 15.0  # most seconds for closing shell and workers at the end of a run
+OPEN_S: Final = 180.0  # most seconds for starting shell, verifiers and environments
+CLOSE_S: Final = 15.0  # most seconds for closing shell, verifiers and environments at the end of a run
 STATUS_EVERY_S: Final = 1.0  # how old what `sluice status` shows may be
 
 OVERHEAD_SECONDS: Final = "overhead_seconds"
@@ -36,8 +36,8 @@ class Run:
 
     def __init__(
         self,
-        config: RlvrConfig,
-        parts: Parts,
+        config: RunConfig,
+        job: Job,
         folder: RunFolder,
         journal: Journal,
         display: Display,
@@ -46,7 +46,7 @@ class Run:
     ) -> None:
         """resumed: where the run goes on; None: it is new."""
         self.config = config
-        self.parts = parts
+        self.job = job
         self.folder = folder
         self.journal = journal
         self.display = display
@@ -54,15 +54,19 @@ class Run:
         self.resumed = resumed
         self.steps = 0 if resumed is None else resumed.step
         self.sinks = Sinks(journal, build_sinks(folder, config.records, None if resumed is None else resumed.step), self.warn)
-        self.scheduler = build_scheduler(config, parts)
+        self.scheduler = job.build_scheduler()
         self.checkpoints = Checkpoints(folder.checkpoints, folder.identity, config.trainer.keep_checkpoints)
         self.earlier_tokens = 0  # sampled by earlier processes
         self.evaluated_at = resumed.step if resumed is not None and resumed.is_evaluated else None  # step of the latest evaluation
         self.model = model_fingerprint(Path(config.model.path))
-        for text in parts.tasks.report.warnings:
+        for text in job.warnings:
             self.warn(text)
         if resumed is not None:
             self._tell_of(resumed)
+
+    def _show_warning(self, text: str) -> None:
+        """Of the shell, which has written it down."""
+        self.display.message(text, "warning")
 
     def warn(self, text: str) -> None:
         """Show a warning, and write it down."""
@@ -83,14 +87,14 @@ class Run:
 
         started = time.monotonic()
         with LoopThread(self.stop) as self.loop:
-            self.scorer, self.shell = self.loop.do(self._build_shell)
+            self.shell = self.loop.run(self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning), OPEN_S)
             try:
                 self._restore()
                 self.loop.do(self._start_reporting)
                 self.feed = Feed(
                     self.loop,
                     self.shell,
-                    groups=self.config.rollout_batch_size,
+                    groups=self.job.groups_per_batch,
                     total_steps=self.config.trainer.max_steps,
                     steps=self.steps,
                     before_first=self._catch_up,
@@ -98,6 +102,7 @@ class Run:
                 self.display.phase("building the trainer")
                 trainer = build_trainer(
                     self.config,
+                    longest_completion=self.job.longest_completion,
                     model_path=self.config.model.path,
                     output_dir=self.folder.checkpoints,
                     source=self.feed,
@@ -135,24 +140,6 @@ class Run:
             self.display.phase("saving")
             trainer.save_policy(self.folder.model)
 
-    def _build_shell(self) -> tuple[Scorer, LocalShell]:
-        scorer = build_scorer(self.config.rewards, self.config.reward_pool)
-        shell = LocalShell(
-            scheduler=self.scheduler,
-            source=self.parts.tasks.train,
-            engine=self.parts.engine,
-            scorer=scorer,
-            journal=self.journal,
-            decode=self.parts.decode,
-            response_length=self.config.response_length,
-            temperature=self.config.engine.temperature,
-            on_change=self._show_filling,
-            on_warning=lambda text: self.display.message(text, "warning"),  # the shell has written it down
-            user_loop=self.parts.user_loop,
-            encode=self.parts.encode,
-        )
-        return scorer, shell
-
     def _restore(self) -> None:
         """Bring the machine to where the checkpoint was taken; tasks and filters are there."""
         point = self.resumed
@@ -160,8 +147,7 @@ class Run:
             return
         self.journal.fact(MAX_STEPS, self.config.trainer.max_steps)
         if point.state is not None:
-            tasks = {task.task_id: task for task in self.parts.tasks.train.tasks}
-            shell_state = point.state["shell"]
+            tasks, shell_state = self.job.known_tasks, point.state["shell"]
             self.loop.do(lambda: self.shell.load_state_dict(shell_state, tasks))
         self.scheduler.ledger.tokens_were_lost(point.lost_tokens)
         self.earlier_tokens = self.scheduler.ledger.total_tokens
@@ -173,7 +159,7 @@ class Run:
         def take() -> dict[str, Any]:
             shell = self.shell.state_dict()
             tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
-            return {"shell": shell, "filters": filters_state(self.parts.filters), "engine_tokens": tokens, "model": self.model}
+            return {"shell": shell, "filters": filters_state(self.job.filters), "engine_tokens": tokens, "model": self.model}
 
         state = self.loop.do(take)
         self.journal.flush()
@@ -188,7 +174,7 @@ class Run:
         loop = asyncio.get_running_loop()
         while True:
             self.journal.fact(SCHEDULER, {**self.scheduler.snapshot(loop.time()), "time": time.time()})
-            self.journal.fact(ENGINE_TOKENS, self.earlier_tokens + self.parts.engine.sampled_tokens("train"))
+            self.journal.fact(ENGINE_TOKENS, self.earlier_tokens + self.job.engine.sampled_tokens("train"))
             await asyncio.sleep(STATUS_EVERY_S)
 
     def _show_filling(self) -> None:
@@ -214,9 +200,7 @@ class Run:
                 fill_s=self.feed.fill_s,
             )
         )
-        reports = self.loop.do(
-            lambda: (self.scheduler.metrics(), self.scorer.metrics(), self.shell.loop_metrics(), self.parts.engine.metrics())
-        )
+        reports = self.loop.do(lambda: (self.scheduler.metrics(), self.job.metrics(), self.shell.loop_metrics(), self.job.engine.metrics()))
         written = self.sinks.write(step, metrics, self.feed.filling, *reports, {"time/fill_seconds": self.feed.fill_s})
         self._record_ledger(step)
         self.display.step(step, written)
@@ -224,7 +208,7 @@ class Run:
             self._validate(step)
 
     def _evaluation_is_due(self, step: int) -> bool:
-        every = self.config.validation.every_steps
+        every = self.job.evaluate_every
         return every is not None and step % every == 0 and step < self.config.trainer.max_steps
 
     def _catch_up(self) -> None:
@@ -237,36 +221,23 @@ class Run:
         self.journal.ledger(step, tokens, attempts)
 
     def _validate(self, step: int) -> None:
-        tasks = self.parts.tasks.validation
-        if not tasks or self.stop.is_set() or step == self.evaluated_at:
+        items = self.job.validation_items
+        if not items or self.stop.is_set() or step == self.evaluated_at:
             return
-        settings = self.config.validation
-        self.display.phase("evaluating", 0, len(tasks) * settings.repeats)
+        self.display.phase("evaluating", 0, items)
         try:
-            results = self.loop.call(
-                validate(
-                    tasks,
-                    engine=self.parts.engine,
-                    scorer=self.scorer,
-                    decode=self.parts.decode,
-                    response_length=self.config.response_length,
-                    temperature=settings.temperature,
-                    repeats=settings.repeats,
-                    seed=self.config.seed,
-                    on_result=lambda done, total: self.display.phase("evaluating", done, total),
-                )
-            )
+            results = self.loop.call(self.job.validate(lambda done, total: self.display.phase("evaluating", done, total)))
         except Stopped:
             return
         for domain, result in results.items():
             for reason, count in result.unscored.items():
                 detail = result.details.get(reason, "")
-                self.warn(f"evaluation of {domain!r}: {count} of {result.items} responses have no score ({reason}): {detail}")
+                self.warn(f"evaluation of {domain!r}: {count} of {result.items} rollouts have no score ({reason}): {detail}")
         self.journal.validation(step, results)
         self.journal.flush()  # before metrics.jsonl knows of it: a resumed run goes by run.db
         self.evaluated_at = step
         self.display.validation(step, results)
-        self.sinks.write(step, {f"validation/{domain}/reward_mean": result.mean for domain, result in results.items()})
+        self.sinks.write(step, _validation_metrics(results))
 
     def _close(self, seconds: float) -> list[Exception]:
         """Account for everything, whatever happened: each part is closed even if another one cannot be. Returns what went wrong."""
@@ -274,7 +245,7 @@ class Run:
         parts: tuple[Callable[[], Any], ...] = (
             lambda: self.loop.do(lambda: self.reporting.cancel() if hasattr(self, "reporting") else None),
             lambda: self.loop.run(self.shell.close(), CLOSE_S),
-            lambda: self.loop.run(self.scorer.close(), CLOSE_S),
+            lambda: self.loop.run(self.job.close(), CLOSE_S),
             lambda: self._account(seconds),
             self.sinks.close,
         )
@@ -282,7 +253,11 @@ class Run:
             try:
                 close()
             except TimeoutError:
-                problems.append(RewardError(f"sampling and scoring did not stop within {CLOSE_S:.0f} s - an inline verifier may be stuck"))
+                problems.append(
+                    RewardError(
+                        f"sampling and scoring did not stop within {CLOSE_S:.0f} s - an inline verifier or environment may be stuck"
+                    )
+                )
             except Exception as error:  # noqa: BLE001 - the other parts are closed first, then it is raised
                 problems.append(error)
         return problems
@@ -290,7 +265,7 @@ class Run:
     def _account(self, seconds: float) -> None:
         self._record_ledger(self.steps)
         ledger = self.scheduler.ledger
-        sampled = self.earlier_tokens + self.parts.engine.sampled_tokens("train")
+        sampled = self.earlier_tokens + self.job.engine.sampled_tokens("train")
         self.journal.fact(ENGINE_TOKENS, sampled)
         overhead = {"machine": self.shell.machine_seconds, "journal": self.shell.journal_seconds + self.journal.write_seconds}
         self.journal.fact(OVERHEAD_SECONDS, {**overhead, "run": seconds})
@@ -298,3 +273,12 @@ class Run:
             text = f"the ledger accounts for {ledger.total_tokens} sampled tokens, the engine counted {sampled}: please report this"
             self.journal.event("error", text)
             self.display.message(text, "error")
+
+
+def _validation_metrics(results: Mapping[str, ValidationResult]) -> dict[str, float | None]:
+    """Flat metrics of an evaluation."""
+    out: dict[str, float | None] = {}
+    for domain, result in results.items():
+        out[f"validation/{domain}/reward_mean"] = result.mean
+        out.update({f"validation/{domain}/{name}": value for name, value in result.metrics.items()})
+    return out

@@ -36,7 +36,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
-from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig
+from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig, RunConfig
 from sluice.errors import ConfigError, TrainerError
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.trainer.assemble import Advantages, StaleTokens, advantages_for, batch_metrics, collate, samples_from_batch
@@ -488,8 +488,9 @@ class _PublishAndStop(TrainerCallback):
 
 
 def build_trainer(
-    config: RlvrConfig,
+    config: RunConfig,
     *,
+    longest_completion: int,
     model_path: str | Path,
     output_dir: Path,
     source: BatchSource,
@@ -503,8 +504,9 @@ def build_trainer(
     The engine's model must not be copied from this trainer's (TRL rebinds its forward): build it from the same folder, before.
 
     Args:
-        config: everything under `trainer` but `keep_checkpoints`, `model.lora`, `seed`, `response_length`, `engine.temperature` and
-            whatever says how old a trained group may be is used.
+        config: everything under `trainer` but `keep_checkpoints`, `model.lora`, `seed`, `engine.temperature` and whatever
+            says how old a trained group may be is used.
+        longest_completion: tokens behind a prompt, at most: the constant that dr_grpo divides by.
         model_path: folder with the model that the run starts from, on resume too, and its tokenizer.
         output_dir: where checkpoints go, when `trainer.save_every_steps` is set.
         source: where batches come from.
@@ -533,14 +535,14 @@ def build_trainer(
             own_old_logprobs=config.model.lora is not None and config.model.lora.dropout > 0,
             torch_threads=settings.torch_threads,
             model=model,
-            args=grpo_config(config, output_dir),
+            args=grpo_config(config, output_dir, longest_completion),
             processing_class=tokenizer,
             train_dataset=Dataset.from_dict({"prompt": [""] * settings.max_steps}),
             peft_config=_lora_config(config.model, model),
         )
 
 
-def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
+def grpo_config(config: RunConfig, output_dir: Path, longest_completion: int) -> GRPOConfig:
     """TRL's settings for a configuration. The one place where names are translated; whatever TRL would do beyond training is off."""
     settings = config.trainer
     on_cpu = not torch.cuda.is_available()
@@ -566,7 +568,7 @@ def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
         beta=settings.beta,
         use_bias_correction_kl=True,
         temperature=config.engine.temperature,
-        max_completion_length=config.response_length,  # the constant that dr_grpo divides by
+        max_completion_length=longest_completion,  # the constant that dr_grpo divides by
         num_iterations=1,
         mask_truncated_completions=False,  # decided before the batch
         # one call of `training_step` is one optimiser step
@@ -587,12 +589,13 @@ def grpo_config(config: RlvrConfig, output_dir: Path) -> GRPOConfig:
     )
 
 
-def _is_synchronous(config: RlvrConfig) -> bool:
+def _is_synchronous(config: RunConfig) -> bool:
     """Whether no group may be older than the step that trains it, in any domain."""
     usual = config.resampling.max_staleness
     if usual is None:
         usual = math.ceil(config.async_generation_ratio)
-    return all((usual if domain.max_staleness is None else domain.max_staleness) == 0 for domain in config.rewards.values())
+    own = [domain.max_staleness for domain in config.rewards.values()] if isinstance(config, RlvrConfig) else [None]
+    return all((usual if age is None else age) == 0 for age in own)
 
 
 def _load(folder: Path) -> tuple[Any, Any]:

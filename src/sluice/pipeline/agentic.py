@@ -1,0 +1,184 @@
+"""An agentic run: episodes of environments, trajectories played turn by turn, group filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from sluice.config import AgenticConfig
+from sluice.environments import EnvironmentHost, check_environment
+from sluice.execution import Journal, LocalShell, ValidationResult
+from sluice.execution.dialogue import DialogueFormat, build_dialogue_format
+from sluice.execution.trajectories import TrajectoryPlayer
+from sluice.execution.trajectory_validation import validate_trajectories
+from sluice.filters import DomainFilters, RatioGuard, build_group_filter, build_guard
+from sluice.filters.base import QueryFilter
+from sluice.generation import Engine, SlotEngine
+from sluice.generation.tokenizer import load_tokenizer
+from sluice.pipeline.job import Job
+from sluice.scheduler import Scheduler, SchedulerConfig
+from sluice.tasks import EpisodeTasks, held_out_episodes
+
+if TYPE_CHECKING:
+    from sluice.types import Task
+
+HELD_OUT_SEED: Final = 2_000_000_000
+"""Base of the environment seeds of an evaluation. It does not follow the run's seed: runs with several seeds are measured on the same episodes."""
+
+
+class AgenticJob(Job):
+    """The parts of an agentic run."""
+
+    def __init__(
+        self,
+        config: AgenticConfig,
+        *,
+        tokenizer: Any,
+        dialogue: DialogueFormat,
+        group_filter: QueryFilter,
+        val_group_filter: QueryFilter | None,
+        guard: RatioGuard | None,
+        engine: Engine,
+    ) -> None:
+        self.config: AgenticConfig = config
+        self.tokenizer = tokenizer
+        self.dialogue = dialogue
+        self.filters: Mapping[str, DomainFilters] = {config.domain: DomainFilters(query=group_filter, response=None)}
+        self.val_group_filter = val_group_filter
+        self.guard = guard
+        self.engine = engine
+        self.task_source = EpisodeTasks(config.domain, config.train_env_manager.num_env_groups, seed=config.seed)
+        self.groups_per_batch = config.groups_per_batch
+        self.longest_completion = config.sequence_length
+        held_out = config.val_env_manager
+        self.held_out: list[Task] = [] if held_out is None else held_out_episodes(config.domain, held_out.num_env_groups)
+        self.validation_items = 0 if held_out is None else held_out.num_env_groups * held_out.group_size
+        self.evaluate_every = config.validation.every_steps
+        self._host: EnvironmentHost | None = None  # between `open` and `close`
+        self._val_host: EnvironmentHost | None = None
+        self._player: TrajectoryPlayer | None = None
+
+    @classmethod
+    def build(cls, config: AgenticConfig, phase: Callable[[str], None]) -> AgenticJob:
+        """Build them. Raises `ConfigError` when a setting is wrong."""
+        check_environment(config.environment)
+        if config.val_environment is not None:
+            check_environment(config.val_environment, where="val_environment")
+        manager, held_out = config.train_env_manager, config.val_env_manager
+        group_filter = build_group_filter(
+            manager, mode="train", where="train_env_manager", min_members=config.resampling.min_members, config=config
+        )
+        val_group_filter = None
+        if held_out is not None and (held_out.group_filter_cls is not None or held_out.group_filter_config is not None):
+            val_group_filter = build_group_filter(held_out, mode="val", where="val_env_manager", min_members=None, config=config)
+        guard = build_guard(config.guard)
+        phase("loading the model")
+        tokenizer = load_tokenizer(config.model.path)
+        dialogue = build_dialogue_format(config.dialogue, tokenizer)
+        engine = SlotEngine.load(
+            config.model.path,
+            max_slots=config.engine.max_slots,
+            max_length=config.sequence_length,
+            threads=config.engine.torch_threads,
+            lora=config.model.lora,
+            on_weight_update=config.on_weight_update,
+            stop_token_ids=dialogue.stop_token_ids,
+        )
+        return cls(
+            config, tokenizer=tokenizer, dialogue=dialogue, group_filter=group_filter, val_group_filter=val_group_filter, guard=guard,
+            engine=engine,
+        )  # fmt: skip
+
+    @property
+    def known_tasks(self) -> Mapping[str, Task]:
+        """Episodes by task_id, each made from its name."""
+        return self.task_source.lookup
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """The machine's settings."""
+        return agentic_scheduler_config(self.config)
+
+    async def open(
+        self, scheduler: Scheduler, journal: Journal, on_change: Callable[[], None], on_warning: Callable[[str], None]
+    ) -> LocalShell:
+        """Start the environments and the shell."""
+        config = self.config
+        self._host = await _opened(EnvironmentHost(config.environment, config.env_monitor))
+        self._val_host = self._host
+        if config.val_environment is not None and self.validation_items:
+            try:
+                self._val_host = await _opened(EnvironmentHost(config.val_environment, config.env_monitor))
+            except BaseException:
+                await self._host.close()
+                raise
+        self._player = self._new_player(self._host, config.seed)
+        return LocalShell(
+            scheduler=scheduler,
+            source=self.task_source,
+            engine=self.engine,
+            journal=journal,
+            player=self._player,
+            on_change=on_change,
+            on_warning=on_warning,
+        )
+
+    def _new_player(self, host: EnvironmentHost, seed: int) -> TrajectoryPlayer:
+        return TrajectoryPlayer(self.config, host=host, engine=self.engine, dialogue=self.dialogue, seed=seed)
+
+    async def validate(self, on_result: Callable[[int, int], None]) -> dict[str, ValidationResult]:
+        """Play every held-out episode."""
+        assert self._val_host is not None
+        assert self.config.val_env_manager is not None
+        return await validate_trajectories(
+            self.held_out,
+            self._new_player(self._val_host, HELD_OUT_SEED),
+            repeats=self.config.val_env_manager.group_size,
+            temperature=self.config.validation.temperature,
+            group_filter=self.val_group_filter,
+            filtering=self.config.validation.filtering,
+            on_result=on_result,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Of player and environments."""
+        if self._host is None or self._player is None:
+            return {}
+        return {**self._player.metrics(), **self._host.metrics()}
+
+    async def close(self) -> None:
+        """End the environments."""
+        for host in {id(one): one for one in (self._host, self._val_host) if one is not None}.values():
+            await host.close()
+
+
+async def _opened(host: EnvironmentHost) -> EnvironmentHost:
+    return await host.__aenter__()
+
+
+def agentic_scheduler_config(config: AgenticConfig) -> SchedulerConfig:
+    """The machine's settings in a configuration."""
+    resampling, manager = config.resampling, config.train_env_manager
+    judges = manager.group_filter_cls is not None and "on_member_failure" not in resampling.model_fields_set  # as such classes expect
+    return SchedulerConfig(
+        group_size=manager.group_size,
+        seed=config.seed,
+        redundancy=manager.group_size_redundancy,
+        fill=resampling.fill,
+        collect=resampling.collect,
+        max_resample_rounds=resampling.max_resample_rounds,
+        max_groups_per_batch=resampling.max_groups_per_batch,
+        max_response_rounds=resampling.max_response_rounds,
+        on_exhausted=resampling.on_exhausted,
+        min_members=resampling.min_members,
+        truncated=resampling.truncated,
+        on_member_failure="judge" if judges else resampling.on_member_failure,
+        max_additional_running_prompts=config.additional_groups,
+        async_generation_ratio=config.async_generation_ratio,
+        on_weight_update=config.on_weight_update,
+        surplus=resampling.surplus,
+        max_staleness=resampling.max_staleness,
+        group_timeout_s=resampling.group_timeout_s,
+        requeue=resampling.requeue,
+        quarantine_after=resampling.quarantine_after,
+        stall_warning_s=resampling.stall_warning_s,
+    )
