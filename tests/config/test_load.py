@@ -287,7 +287,8 @@ def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
             {"validation__temperature": -1},
             "validation.temperature: expected 0 (greedy) or a number >= 0.0001 and <= 100.0, got -1 - 0 takes the likeliest token",
         ),
-        ({"pipeline": "agentic"}, "pipeline: expected rlvr, got 'agentic' (text)"),
+        ({"pipeline": "agents"}, "pipeline: expected one of rlvr, agentic, got 'agents' (text) - did you mean agentic?"),
+        ({"pipeline": None}, "pipeline: expected one of rlvr, agentic, got null"),
         ({"seed": 2**32}, "seed: expected a whole number >= 0 and < 4294967296, got 4294967296 (a number)"),
         ({"engine__type": "vllm"}, "engine.type: expected slot, got 'vllm' (text)"),
         (

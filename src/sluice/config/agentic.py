@@ -108,17 +108,27 @@ class AgenticConfig(RunConfig):
         return self.rollout_batch_size // self.train_env_manager.group_size
 
     @property
+    def fewest_episodes_per_env(self) -> int:
+        """Episodes that every environment group must open for one batch; replacements come on top."""
+        manager = self.train_env_manager
+        return -(-self.rollout_batch_size // (manager.num_env_groups * manager.group_size))
+
+    @property
     def episodes_per_env(self) -> int:
         """Episodes that every environment group opens for one step; replacements come on top."""
-        manager = self.train_env_manager
-        fewest = -(-self.rollout_batch_size // (manager.num_env_groups * manager.group_size))
-        return fewest if manager.max_traj_per_env == -1 else manager.max_traj_per_env
+        given = self.train_env_manager.max_traj_per_env
+        return self.fewest_episodes_per_env if given == -1 else given
 
     @property
     def additional_groups(self) -> int:
         """Groups beyond the batch that may run at once, where `max_traj_per_env` makes room for them."""
         manager = self.train_env_manager
         return 0 if manager.max_traj_per_env == -1 else max(0, manager.num_env_groups * manager.max_traj_per_env - self.groups_per_batch)
+
+    @property
+    def on_member_failure(self) -> Literal["replace", "judge"]:
+        """What becomes of a member that delivered without a reward: classes that judge groups expect to see it."""
+        return self.resampling.on_member_failure or ("replace" if self.train_env_manager.group_filter_cls is None else "judge")
 
     @property
     def domain(self) -> str:

@@ -23,14 +23,21 @@ _Declared: TypeAlias = tuple[Any, Sequence[Any], str | None]
 
 _NOT_EMPTY = ", at least one"
 
+_NO_OTHERS: Mapping[str, type[BaseModel]] = types.MappingProxyType({})
+
 _TRUTH_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # booleans in YAML 1.1
 
 
-def explain(model: type[BaseModel], refused: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
-    """Every fault that pydantic found in these data, as a problem a user can act on."""
+def explain(
+    model: type[BaseModel], refused: ValidationError, data: Mapping[str, Any], pipelines: Mapping[str, type[BaseModel]] = _NO_OTHERS
+) -> list[Problem]:
+    """Every fault that pydantic found in these data, as a problem a user can act on.
+
+    `pipelines`: other kinds of runs, by name, to which an unknown key may belong.
+    """
     faults = [(fault, *_locate(model, fault)) for fault in refused.errors(include_url=False)]
     return [
-        _problem(model, fault, path, data)
+        _problem(model, fault, path, data, pipelines)
         for fault, path, is_of_one_kind in faults
         if not (is_of_one_kind and any(len(other) > len(path) and other[: len(path)] == path for _, other, _ in faults))
     ]
@@ -92,10 +99,13 @@ def _locate(model: type[BaseModel], fault: ErrorDetails) -> tuple[KeyPath, bool]
     return path, in_a_kind
 
 
-def _problem(model: type[BaseModel], fault: ErrorDetails, path: KeyPath, data: Mapping[str, Any]) -> Problem:
+def _problem(
+    model: type[BaseModel], fault: ErrorDetails, path: KeyPath, data: Mapping[str, Any], pipelines: Mapping[str, type[BaseModel]]
+) -> Problem:
     came = fault["input"]
     if fault["type"] == "extra_forbidden":
-        return Problem(path=path, message=f"unknown key{_instead(model, path)}")
+        owner = next((name for name, other in pipelines.items() if _field_at(other, path) is not None), None)
+        return Problem(path=path, message=f"unknown key{_instead(model, path)}" if owner is None else _foreign(model, path, owner))
     if fault["type"] == "invalid_key" or fault["loc"][-1:] == ("[key]",):
         names = _names_within(model, path[:-1])
         if isinstance(came, str):
@@ -142,6 +152,14 @@ def _misspelt_domain(path: KeyPath, data: Mapping[str, Any]) -> str:
     others = [domain for domain in data["rewards"] if domain != path[1]]
     near = difflib.get_close_matches(str(path[1]), others, n=1)
     return f" - or did you mean rewards.{near[0]}?" if near else ""
+
+
+def _foreign(model: type[BaseModel], path: KeyPath, owner: str) -> str:
+    """A key of another kind of run: to which it belongs, and the same name here, if there is one."""
+    (own,) = get_args(model.model_fields["pipeline"].annotation)
+    elsewhere = [dotted(found) for found in _everywhere(model) if found[-1] == path[-1]]
+    advice = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"delete it, or set pipeline to {owner}"
+    return f"belongs to pipeline {owner}, this recipe is of pipeline {own} - {advice}"
 
 
 def _instead(model: type[BaseModel], path: KeyPath) -> str:

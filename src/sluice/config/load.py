@@ -1,8 +1,8 @@
 """From a YAML file and overrides to a configuration that can run, or one error that names everything wrong with it.
 
-Order: read the file, put the overrides over it, resolve paths, validate against the models, then the rules across keys. Relative paths
-of the model and the data start at the folder of the file that names them (an override's at the current folder); `records.root` starts
-at the current folder.
+Order: read the file, put the overrides over it, choose the models by `pipeline`, resolve paths, validate, then the rules across keys.
+Relative paths of the model and the data start at the folder of the file that names them (an override's at the current folder);
+`records.root` and what the `args` of an environment hold start at the current folder.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from sluice.config.checks import Finding, contradictions, is_written, without_effect
 from sluice.config.explain import explain, refused_keys
-from sluice.config.models import RlvrConfig
 from sluice.config.overrides import apply_overrides
+from sluice.config.pipelines import PIPELINES, AnyConfig, choose
 from sluice.config.problems import KeyPath, Places, Problem, error
 from sluice.config.reading import CoreDumper, parse_document, read_text
 
@@ -30,13 +30,15 @@ _STAND_INS: Mapping[str, Any] = {
     "num_return_sequences_in_group": 2,
     "prompt_length": 1,
     "response_length": 1,
+    "sequence_length": 2,
+    "type": "x",
     "max_steps": 1,
     "learning_rate": 1.0,
 }
 """For required keys that were refused or are missing, while the rules across the other keys are asked."""
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RlvrConfig:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> AnyConfig:
     """The configuration in a YAML file, changed by overrides such as `rewards.math.query_filter_config.type=std_filter`.
 
     Raises `ConfigError` with every problem: its file and line, its key, what was expected, what came, and the nearest valid name.
@@ -46,19 +48,19 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return _validate(data, places, problems, overrides, file.resolve().parent)
 
 
-def parse_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] = ".") -> RlvrConfig:
+def parse_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] = ".") -> AnyConfig:
     """The same for a mapping made in Python; relative paths start at `folder`."""
     return _validate(copy.deepcopy(dict(data)), Places(source="config"), [], overrides, Path(folder).resolve())
 
 
-def check_config(config: RlvrConfig) -> None:
+def check_config(config: AnyConfig) -> None:
     """Raise `ConfigError` when the settings of a configuration built in Python exclude each other or do nothing."""
     problems = _across_keys(config)
     if problems:
         raise error(problems, Places(source="config"))
 
 
-def to_yaml(config: RlvrConfig) -> str:
+def to_yaml(config: AnyConfig) -> str:
     """The resolved configuration: every setting that has an effect, defaults included. It loads again to an equal one."""
     data = config.model_dump()
     for finding in without_effect(config):
@@ -67,14 +69,20 @@ def to_yaml(config: RlvrConfig) -> str:
     return yaml.dump(data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _validate(data: dict[str, Any], places: Places, problems: list[Problem], overrides: Sequence[str], folder: Path) -> RlvrConfig:
+def _validate(data: dict[str, Any], places: Places, problems: list[Problem], overrides: Sequence[str], folder: Path) -> AnyConfig:
     problems = [*problems, *apply_overrides(data, places, overrides)]
+    pipeline, wrong = choose(data)
+    if wrong:
+        problems += wrong
+        data["pipeline"] = pipeline  # so that the other keys are looked at as well
+    model = PIPELINES[pipeline]
     _resolve_paths(data, places, folder)
     try:
-        config = RlvrConfig.model_validate(data)
+        config = model.model_validate(data)
     except ValidationError as refused:
-        problems += explain(RlvrConfig, refused, data)
-        problems += _across_the_sound_keys(data, refused)
+        others = {name: other for name, other in PIPELINES.items() if name != pipeline}
+        problems += explain(model, refused, data, others)
+        problems += _across_the_sound_keys(model, data, refused)
         raise error(problems, places) from None
     problems += _across_keys(config)
     if problems:
@@ -82,25 +90,25 @@ def _validate(data: dict[str, Any], places: Places, problems: list[Problem], ove
     return config
 
 
-def _across_keys(config: RlvrConfig) -> list[Problem]:
+def _across_keys(config: AnyConfig) -> list[Problem]:
     return [Problem(path=finding.path, message=finding.message) for finding in _findings(config)]
 
 
-def _findings(config: RlvrConfig) -> list[Finding]:
+def _findings(config: AnyConfig) -> list[Finding]:
     return [*contradictions(config), *(idle for idle in without_effect(config) if is_written(config, idle.path))]
 
 
-def _across_the_sound_keys(data: dict[str, Any], refused: ValidationError) -> list[Problem]:
+def _across_the_sound_keys(model: type[AnyConfig], data: dict[str, Any], refused: ValidationError) -> list[Problem]:
     """The rules across keys that do not touch a refused key, so that one run tells everything. Nothing when a whole section is missing."""
     sound = copy.deepcopy(data)
     bad: list[KeyPath] = []
-    for path in refused_keys(RlvrConfig, refused):
+    for path in refused_keys(model, refused):
         owner = _delete(sound, path)
         if isinstance(owner, dict) and path[-1] in _STAND_INS:
             owner[path[-1]] = _STAND_INS[str(path[-1])]
         bad.append(path)
     try:
-        config = RlvrConfig.model_validate(sound)
+        config = model.model_validate(sound)
     except ValidationError:
         return []
     return [Problem(path=f.path, message=f.message) for f in _findings(config) if not any(_touch(f, path) for path in bad)]

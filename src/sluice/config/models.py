@@ -175,7 +175,8 @@ class ResamplingConfig(Section):
     collect: Literal["as_finished", "in_order"] = "as_finished"  # the first to finish (fast, favours short ones), or the first launched
     surplus: Literal["carry", "discard"] | None = None  # accepted groups beyond the batch; None: discard when synchronous, else carry
     max_staleness: int | None = Field(default=None, ge=0, le=MOST_STEPS)  # oldest age of a trained group, in steps; None: ceil(async ratio)
-    on_member_failure: Literal["replace", "judge"] = "replace"  # a member that delivered without a reward: try again, or let filters judge
+    on_member_failure: Literal["replace", "judge"] | None = None  # a member that delivered without a reward: try again, or let filters
+    # judge; None: replace, but judge where a `group_filter_cls` does
     group_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_GROUP_S)  # launch to verdict, retries and scoring included
     requeue: bool = True  # the prompt of a group that expired or was lost to infrastructure is drawn once more
     quarantine_after: int | None = Field(default=3, ge=1)  # lost groups of one prompt, after which it is not drawn again; None: never
@@ -250,6 +251,7 @@ class RecordsConfig(Section):
     root: FilePath = Path("runs")  # a run folder is made in it; relative to the current folder
     jsonl: bool = True
     tensorboard: bool = True
+    rollouts: bool = False  # every judged group with all its members, as Parquet files for the offline tools
 
 
 class RunConfig(Section):
@@ -269,6 +271,11 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig
     records: RecordsConfig = RecordsConfig()
+
+    @property
+    def on_member_failure(self) -> Literal["replace", "judge"]:
+        """What becomes of a member that delivered without a reward."""
+        return self.resampling.on_member_failure or "replace"
 
 
 class RlvrConfig(RunConfig):

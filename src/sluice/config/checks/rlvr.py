@@ -1,14 +1,4 @@
-"""What no single key can tell: settings that exclude each other, and settings that would do nothing.
-
-Two lists of rules. `contradictions` are wrong whatever the user wrote. `without_effect` names every key that the rest of the
-configuration makes idle; it is an error only where the user wrote it, and the resolved configuration leaves it out. A rule reads the
-configuration and nothing else: whether a folder exists or a filter takes its arguments is for the room that uses it.
-
-Not refused on purpose: intervals longer than the run (`validation.every_steps` above `trainer.max_steps` and the like), so that a
-recipe can be tried with `trainer.max_steps=1`.
-
-To add a rule, yield one `Finding`: the key to change, the keys it was weighed against, and what to do.
-"""
+"""Rules of an RLVR run: where prompts come from, which domains there are, and in which shares they are drawn."""
 
 from __future__ import annotations
 
@@ -16,14 +6,14 @@ import math
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from sluice.config.models import LARGEST_GROUP, RlvrConfig, Section, TaskSourceConfig
+from sluice.config.checks import run
+from sluice.config.checks.finding import Finding, Reason, idle, no_template, template_fields
+from sluice.config.models import RlvrConfig, TaskSourceConfig
 from sluice.config.problems import KeyPath, dotted, suggestion
 
 SUM_TOLERANCE = 1e-6  # of shares that make a whole: thirds may be written with seven digits
-SPREAD_FILTERS = frozenset({"std_filter"})  # query filters that need two members to see a difference
+ONE_VERSION = frozenset({"finish", "restart"})  # on_weight_update: one prompt, one response, sampled to its end by the same weights
 
 _SOURCE_KEYS = {  # source type: keys it cannot do without, keys it may have; `type`, `domain` and `source_name` apply to all
     "reasoning_gym": (("name", "size"), ("seed", "params")),
@@ -33,24 +23,15 @@ _SOURCE_KEYS = {  # source type: keys it cannot do without, keys it may have; `t
 _COMMON_SOURCE_KEYS = ("type", "domain", "source_name")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One rule that a configuration breaks."""
-
-    path: KeyPath  # the key to change
-    reads: tuple[KeyPath, ...] = ()  # the keys it was weighed against
-    message: str
-
-
 def contradictions(config: RlvrConfig) -> Iterator[Finding]:
     """Settings that cannot all hold."""
     yield from _check_sources(config)
     yield from _check_domains(config)
     yield from _check_prompts(config)
     yield from _check_dataset_filter(config)
-    yield from _check_group_size(config)
-    yield from _check_batch(config)
-    yield from _check_staleness(config)
+    yield from _check_groups(config)
+    yield from _check_additional_prompts(config)
+    yield from run.check_staleness(config, _ages(config))
     yield from _check_mix(config)
 
 
@@ -60,39 +41,17 @@ def without_effect(config: RlvrConfig) -> Iterator[Finding]:
         for index, source in enumerate(sources):
             yield from _idle_source_keys(("tasks", side, index), source)
     if not config.tasks.use_chat_template:
-        yield _idle(("tasks", "system_prompt"), ("tasks", "use_chat_template"), "false", "set use_chat_template to true")
-    if not config.tasks.validation:
-        reason = ("tasks", "validation"), "empty", "add a source there"
-        yield _idle(("tasks", "exclude_train_from_validation"), *reason)
-        for name in type(config.validation).model_fields:
-            yield _idle(("validation", name), *reason)
-    elif config.validation.temperature == 0:
-        yield _idle(("validation", "repeats"), ("validation", "temperature"), "0, so that every repeat gives the same answer", "raise that")
+        yield idle(("tasks", "system_prompt"), Reason(("tasks", "use_chat_template"), "false", "set use_chat_template to true"))
+    yield from _idle_validation_keys(config)
     for domain in config.rewards:
         yield from _idle_reward_keys(config, domain)
-    yield from _idle_filling_keys(config)
-    yield from _idle_async_keys(config)
+    yield from _idle_additional_prompts(config)
+    yield from run.idle_filling_keys(config)
+    yield from run.idle_async_keys(config, _ages(config), one_version=ONE_VERSION)
     yield from _idle_mix_keys(config)
-    yield from _idle_guard_keys(config)
-    yield from _idle_trainer_keys(config)
-
-
-def template_fields(template: str) -> list[str]:
-    """The fields of a str.format template as written, also those inside format specifications. Raises `ValueError` when it is none."""
-    found = []
-    for _, field, specification, _ in string.Formatter().parse(template):
-        if field is not None:
-            found += [field, *template_fields(specification or "")]
-    return found
-
-
-def is_written(config: Section, path: KeyPath) -> bool:
-    """Whether the user gave this key a value (null is none)."""
-    current: Any = config
-    for part in path[:-1]:
-        current = getattr(current, str(part)) if isinstance(current, Section) else current[part]
-    name = str(path[-1])
-    return name in current.model_fields_set and getattr(current, name) is not None
+    yield from _idle_guard(config)
+    yield from run.idle_guard_keys(config)
+    yield from run.idle_trainer_keys(config)
 
 
 # ---------------------------------------------------------------- contradictions
@@ -159,9 +118,7 @@ def _check_prompts(config: RlvrConfig) -> Iterator[Finding]:
     try:
         fields = template_fields(config.tasks.prompt_template)
     except ValueError as err:
-        yield Finding(
-            path=path, message=f"expected a template for str.format: {err} - write {{{{ and }}}} for braces that stand for themselves"
-        )
+        yield Finding(path=path, message=no_template(err))
         return
     if not fields:
         yield Finding(path=path, message="expected at least one field such as {question}, got none: every prompt would be the same")
@@ -199,82 +156,28 @@ def _check_dataset_filter(config: RlvrConfig) -> Iterator[Finding]:
             )
 
 
-def _check_group_size(config: RlvrConfig) -> Iterator[Finding]:
-    size_key: KeyPath = ("num_return_sequences_in_group",)
-    size = config.num_return_sequences_in_group
-    least = config.resampling.min_members
-    if least is not None and least > size:
-        yield Finding(
-            path=("resampling", "min_members"),
-            reads=(size_key,),
-            message=f"must not be above num_return_sequences_in_group ({size}), got {least}",
-        )
-    if size + config.group_size_redundancy > LARGEST_GROUP:
-        yield Finding(
-            path=("group_size_redundancy",),
-            reads=(size_key,),
-            message=f"must be at most {LARGEST_GROUP - size} with num_return_sequences_in_group {size}, got "
-            f"{config.group_size_redundancy}: a group has at most {LARGEST_GROUP} members at once - lower one of the two",
-        )
-    if size > 1:
-        return
-    yield Finding(
-        path=size_key, message="must be at least 2, got 1: the advantage of a lone response is 0, nothing would be learned - raise it"
+def _check_groups(config: RlvrConfig) -> Iterator[Finding]:
+    size, size_key = config.num_return_sequences_in_group, ("num_return_sequences_in_group",)
+    yield from run.check_group_size(
+        config,
+        size=size,
+        size_key=size_key,
+        redundancy=config.group_size_redundancy,
+        redundancy_key=("group_size_redundancy",),
+        member="response",
     )
     for domain, reward in config.rewards.items():
-        path = ("rewards", domain, "query_filter_config")
-        for name in sorted(_types_in(reward.query_filter_config.model_dump()) & SPREAD_FILTERS):
-            yield Finding(
-                path=path,
-                reads=(size_key,),
-                message=f"{name} needs a spread, and num_return_sequences_in_group 1 has none - raise that or choose another filter",
-            )
+        yield from run.check_spread(("rewards", domain, "query_filter_config"), reward.query_filter_config, size=size, size_key=size_key)
+    batch = config.rollout_batch_size
+    yield from run.check_most_groups(config, groups=batch, told=f"rollout_batch_size ({batch})", reads=(("rollout_batch_size",),))
 
 
-def _check_batch(config: RlvrConfig) -> Iterator[Finding]:
-    limit = config.resampling.max_groups_per_batch
-    if limit is not None and limit < config.rollout_batch_size and config.resampling.fill == "refill":
-        yield Finding(
-            path=("resampling", "max_groups_per_batch"),
-            reads=(("rollout_batch_size",), ("resampling", "fill")),
-            message=f"must be at least rollout_batch_size ({config.rollout_batch_size}), got {limit}: no batch could ever be filled",
-        )
+def _check_additional_prompts(config: RlvrConfig) -> Iterator[Finding]:
     if config.is_use_additional_prompts and config.max_additional_running_prompts == 0:
         yield Finding(
             path=("is_use_additional_prompts",),
             reads=(("max_additional_running_prompts",),),
             message="has no effect because max_additional_running_prompts is 0 - raise it, or delete both keys",
-        )
-
-
-def _check_staleness(config: RlvrConfig) -> Iterator[Finding]:
-    ratio_key: KeyPath = ("async_generation_ratio",)
-    ahead = _steps_ahead(config)
-    for path, age in _ages(config).items():
-        if age is not None and age < ahead:
-            yield Finding(
-                path=path,
-                reads=(ratio_key,),
-                message=f"must be at least {ahead} with async_generation_ratio {config.async_generation_ratio:g}, got {age}: groups start "
-                f"{ahead} {'step' if ahead == 1 else 'steps'} ahead, and would expire before they could be used - raise it, or lower "
-                "async_generation_ratio",
-            )
-    if config.resampling.fill == "shrink":
-        return
-    path = ("resampling", "surplus")
-    if config.resampling.surplus == "discard" and ahead > 0:
-        yield Finding(
-            path=path,
-            reads=(ratio_key,),
-            message=f"must be carry with async_generation_ratio {config.async_generation_ratio:g}, got discard: all groups that started "
-            "ahead would be thrown away - delete it, or set async_generation_ratio to 0",
-        )
-    if config.resampling.surplus == "carry" and ahead == 0 and _longest_age(config) < 1:
-        yield Finding(
-            path=path,
-            reads=(ratio_key, *_ages(config)),
-            message="carry needs a max_staleness of at least 1, got 0: a carried group is a step old when it is used - set "
-            "resampling.max_staleness to 1 or more",
         )
 
 
@@ -322,102 +225,60 @@ def _idle_source_keys(path: KeyPath, source: TaskSourceConfig) -> Iterator[Findi
             )
 
 
+def _idle_validation_keys(config: RlvrConfig) -> Iterator[Finding]:
+    if not config.tasks.validation:
+        nothing = Reason(("tasks", "validation"), "empty", "add a source there")
+        yield idle(("tasks", "exclude_train_from_validation"), nothing)
+        for name in type(config.validation).model_fields:
+            yield idle(("validation", name), nothing)
+    elif config.validation.temperature == 0:
+        greedy = Reason(("validation", "temperature"), "0, so that every repeat gives the same answer", "raise that")
+        yield idle(("validation", "repeats"), greedy)
+
+
 def _idle_reward_keys(config: RlvrConfig, domain: str) -> Iterator[Finding]:
     reward = config.rewards[domain]
     path = ("rewards", domain)
     if config.reward_pool.workers == 0:
+        no_limit = Reason(("reward_pool", "workers"), "0, and only worker processes can be timed out", "set workers to 1 or more")
         for name in ("reward_timeout_s", "on_reward_timeout", "timeout_value"):
-            yield _idle(
-                (*path, name), ("reward_pool", "workers"), "0, and only worker processes can be timed out", "set workers to 1 or more"
-            )
+            yield idle((*path, name), no_limit)
     elif reward.on_reward_timeout == "missing":
-        yield _idle((*path, "timeout_value"), (*path, "on_reward_timeout"), "missing", "set on_reward_timeout to value")
-    if reward.query_filter_config.type == "no_filter":
-        yield _idle((*path, "query_filter_config", "metric"), (*path, "query_filter_config", "type"), "no_filter", "choose a filter")
+        yield idle((*path, "timeout_value"), Reason((*path, "on_reward_timeout"), "missing", "set on_reward_timeout to value"))
+    yield from run.idle_filter_keys((*path, "query_filter_config"), reward.query_filter_config)
 
 
-def _idle_filling_keys(config: RlvrConfig) -> Iterator[Finding]:
+def _idle_additional_prompts(config: RlvrConfig) -> Iterator[Finding]:
+    most: KeyPath = ("max_additional_running_prompts",)
     if not config.is_use_additional_prompts:
-        yield _idle(("max_additional_running_prompts",), ("is_use_additional_prompts",), "false", "set is_use_additional_prompts to true")
-    if config.resampling.fill == "shrink":
-        reason = ("resampling", "fill"), "shrink, which draws exactly rollout_batch_size groups", "set fill to refill"
-        for name in ("max_resample_rounds", "max_groups_per_batch", "on_exhausted", "collect", "surplus"):
-            yield _idle(("resampling", name), *reason)
-    elif config.resampling.collect == "in_order":
-        reason = ("resampling", "collect"), "in_order, which waits for the groups launched first", "set collect to as_finished"
-    else:
-        return
-    if config.is_use_additional_prompts:
-        yield _idle(("is_use_additional_prompts",), *reason)
-        yield _idle(("max_additional_running_prompts",), *reason)
-
-
-def _idle_async_keys(config: RlvrConfig) -> Iterator[Finding]:
-    stale_tokens: KeyPath = ("trainer", "stale_tokens")
-    if config.async_generation_ratio > 0:
-        if config.on_weight_update != "continue":
-            state = f"{config.on_weight_update}, so that every response is sampled by one version of the weights"
-            yield _idle(stale_tokens, ("on_weight_update",), state, "set on_weight_update to continue")
-        return
-    reason = ("async_generation_ratio",), "0: nothing is generated while the weights change", "set async_generation_ratio above 0"
-    yield _idle(("on_weight_update",), *reason)
-    yield _idle(stale_tokens, *reason)
-    if config.resampling.fill == "shrink" or config.resampling.surplus != "carry":
-        for path in _ages(config):
-            yield Finding(
-                path=path,
-                reads=(("async_generation_ratio",), ("resampling", "surplus"), ("resampling", "fill")),
-                message="has no effect because async_generation_ratio is 0 and no surplus is carried, so that no group outlives its batch "
-                "- delete it, or raise async_generation_ratio",
-            )
+        yield idle(most, Reason(("is_use_additional_prompts",), "false", "set is_use_additional_prompts to true"))
+    elif (reason := run.nothing_additional(config)) is not None:
+        yield idle(("is_use_additional_prompts",), reason)
+        yield idle(most, reason)
 
 
 def _idle_mix_keys(config: RlvrConfig) -> Iterator[Finding]:
     shares = config.domain_interleave_probs
     if shares is None:
-        yield _idle(("mix_on",), ("domain_interleave_probs",), "not given", "give the shares of the domains")
+        yield idle(("mix_on",), Reason(("domain_interleave_probs",), "not given", "give the shares of the domains"))
     elif len(shares) == 1 and not _without_share(config, shares):
         for name in ("domain_interleave_probs", "mix_on"):
-            yield _idle((name,), ("tasks", "train"), "of a single domain", "add a source of another one")
+            yield idle((name,), Reason(("tasks", "train"), "of a single domain", "add a source of another one"))
     if len(config.rewards) == 1:
-        yield _idle(("resampling", "absent_after_batches"), ("rewards",), "of a single domain", "add another one")
+        yield idle(("resampling", "absent_after_batches"), Reason(("rewards",), "of a single domain", "add another one"))
 
 
-def _idle_guard_keys(config: RlvrConfig) -> Iterator[Finding]:
-    if config.guard is None:
+def _idle_guard(config: RlvrConfig) -> Iterator[Finding]:
+    if config.guard is None or config.user_defined_rollout_loop_cls is not None:
         return
     types: tuple[KeyPath, ...] = tuple(("rewards", domain, "query_filter_config", "type") for domain in config.rewards)
-    filters = {reward.query_filter_config.type for reward in config.rewards.values()}
-    if filters == {"no_filter"} and config.user_defined_rollout_loop_cls is None:
+    if {reward.query_filter_config.type for reward in config.rewards.values()} == {"no_filter"}:
         yield Finding(
             path=("guard",),
             reads=(*types, ("user_defined_rollout_loop_cls",)),
             message="has no effect because every query_filter_config is no_filter, which drops nothing that could be kept - delete it, or "
             "choose a filter",
         )
-    if config.guard.scope != "window":
-        yield _idle(("guard", "window"), ("guard", "scope"), config.guard.scope, "set scope to window")
-
-
-def _idle_trainer_keys(config: RlvrConfig) -> Iterator[Finding]:
-    if config.trainer.save_every_steps is None:
-        yield _idle(("trainer", "keep_checkpoints"), ("trainer", "save_every_steps"), "null", "set save_every_steps")
-    advantage: KeyPath = ("trainer", "advantage")
-    if config.trainer.advantage.type == "leave_one_out":
-        for name in ("scale", "eps"):
-            yield _idle((*advantage, name), (*advantage, "type"), "leave_one_out, which centres only", "set type to group_relative")
-    elif config.trainer.advantage.scale == "none":
-        yield _idle((*advantage, "eps"), (*advantage, "scale"), "none", "set scale to std")
-    if config.trainer.bf16:
-        yield _idle(("trainer", "logprob_tolerance"), ("trainer", "bf16"), "true, and it holds for float32", "set bf16 to false")
-    if config.trainer.lr_scheduler_type == "constant":
-        yield _idle(
-            ("trainer", "warmup_steps"), ("trainer", "lr_scheduler_type"), "constant", "set lr_scheduler_type to constant_with_warmup"
-        )
-
-
-def _idle(path: KeyPath, cause: KeyPath, state: str, remedy: str) -> Finding:
-    return Finding(path=path, reads=(cause,), message=f"has no effect because {dotted(cause)} is {state} - delete it, or {remedy}")
 
 
 # ---------------------------------------------------------------- reading
@@ -461,11 +322,6 @@ def _without_share(config: RlvrConfig, shares: Mapping[str, float]) -> list[str]
     return [domain for domain in config.rewards if domain in drawn and domain not in shares]
 
 
-def _steps_ahead(config: RlvrConfig) -> int:
-    """How many steps before its batch a group may start."""
-    return math.ceil(config.async_generation_ratio)
-
-
 def _ages(config: RlvrConfig) -> dict[KeyPath, int | None]:
     """Every key that says how old a trained group may be, with its value."""
     return {
@@ -474,22 +330,5 @@ def _ages(config: RlvrConfig) -> dict[KeyPath, int | None]:
     }
 
 
-def _longest_age(config: RlvrConfig) -> int:
-    """How old a trained group of the most patient domain may be, in steps."""
-    common, *of_domains = _ages(config).values()
-    default = _steps_ahead(config) if common is None else common
-    return max(default if age is None else age for age in of_domains)
-
-
 def _sides(config: RlvrConfig) -> tuple[tuple[str, Sequence[TaskSourceConfig]], ...]:
     return (("train", config.tasks.train), ("validation", config.tasks.validation))
-
-
-def _types_in(value: Any) -> set[str]:
-    """Every `type` inside a filter's configuration: its own and those of the filters it is composed of."""
-    if isinstance(value, Mapping):
-        own = {value["type"]} if isinstance(value.get("type"), str) else set()
-        return own.union(*map(_types_in, value.values()))
-    if isinstance(value, (list, tuple)):
-        return set().union(*map(_types_in, value))
-    return set()
