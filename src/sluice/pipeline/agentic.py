@@ -158,7 +158,6 @@ async def _opened(host: EnvironmentHost) -> EnvironmentHost:
 def agentic_scheduler_config(config: AgenticConfig) -> SchedulerConfig:
     """The machine's settings in a configuration."""
     resampling, manager = config.resampling, config.train_env_manager
-    judges = manager.group_filter_cls is not None and "on_member_failure" not in resampling.model_fields_set  # as such classes expect
     return SchedulerConfig(
         group_size=manager.group_size,
         seed=config.seed,
@@ -171,7 +170,7 @@ def agentic_scheduler_config(config: AgenticConfig) -> SchedulerConfig:
         on_exhausted=resampling.on_exhausted,
         min_members=resampling.min_members,
         truncated=resampling.truncated,
-        on_member_failure="judge" if judges else resampling.on_member_failure,
+        on_member_failure=config.on_member_failure,
         max_additional_running_prompts=config.additional_groups,
         async_generation_ratio=config.async_generation_ratio,
         on_weight_update=config.on_weight_update,

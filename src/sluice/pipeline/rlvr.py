@@ -152,7 +152,7 @@ def scheduler_config(config: RlvrConfig) -> SchedulerConfig:
         on_exhausted=resampling.on_exhausted,
         min_members=resampling.min_members,
         truncated=resampling.truncated,
-        on_member_failure=resampling.on_member_failure,
+        on_member_failure=config.on_member_failure,
         max_additional_running_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
         async_generation_ratio=config.async_generation_ratio,
         on_weight_update=config.on_weight_update,
