@@ -1,7 +1,7 @@
 """What a filter is, its two kinds, and the filters of one reward domain.
 
 A filter is a frozen dataclass: its fields are its `filter_args`, with `float`, `int`, `bool`, `str` or `list[str]` (and `| None`) as types,
-so that the builder can check a configuration against them. None of the built-in ones decides by what it saw before.
+so that the builder can check a configuration against them. Of the built-in ones `drop_flag` alone decides by what it saw before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar, get_args
 
 from sluice.errors import FilterError
 from sluice.filters.context import FilterContext
@@ -19,6 +19,16 @@ from sluice.types import EMPTY, Category, Group, Rollout, Verdict
 T = TypeVar("T")
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
+
+
+class Stateful(Protocol):
+    """A memory: what decides by what it saw before."""
+
+    def state_dict(self) -> Any:
+        """All of it, as plain data."""
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Take it back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +57,27 @@ class Filter(ABC, Generic[T]):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether user code has a say in it, so that nobody can tell its verdict before the group is whole."""
+        """Whether nobody can tell its verdict before the group is whole: user code has a say in it, or the groups that came before."""
         return any(part.is_opaque for part in self.parts)
+
+    @property
+    def memory(self) -> Stateful | None:
+        """What it remembers of the groups that it saw, for checkpoints; None: nothing."""
+        return None
+
+    @property
+    def can_disqualify(self) -> bool:
+        """Whether there are members that decide about their group alone."""
+        return False
+
+    def disqualifies(self, rollout: Rollout, /) -> Verdict | None:
+        """The drop of any group that has this member, whatever its siblings do; None: it depends on them."""
+        return None
+
+    def count(self, item: T, /) -> None:
+        """Take note of an item on which another filter has decided: for those that count what is judged. Answers with nothing."""
+        for part in self.parts:
+            part.count(item)
 
     def keep(self, evidence: Mapping[str, float] = EMPTY) -> Verdict:
         """A keep in the name of this filter."""
@@ -87,6 +116,45 @@ class RewardFilter(Filter[GroupRewards]):
     @abstractmethod
     def rule(self, stats: RewardStats) -> Verdict:
         """The decision on a whole group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberFilter(Filter[GroupRewards]):
+    """A group filter that drops a group for a single member that is no evidence: subclasses write `is_faulty`.
+
+    What it drops is broken data, and its reason is its name. It looks at members, so that rewards alone are not enough for it.
+    """
+
+    drop_category = "invalid"
+
+    def judge(self, group: GroupRewards, /) -> Verdict:
+        """Drop a group with a faulty member."""
+        rollouts = self.members_of(group)
+        faulty = sum([self.is_faulty(rollout) for rollout in rollouts])
+        evidence = {"members": faulty, "size": len(rollouts)}
+        return self.drop(self.name, evidence) if faulty else self.keep(evidence)
+
+    @property
+    def can_disqualify(self) -> bool:
+        """One faulty member is enough."""
+        return True
+
+    def disqualifies(self, rollout: Rollout, /) -> Verdict | None:
+        """The drop for a faulty member."""
+        return self.drop(self.name, {"member": rollout.member_index}) if self.is_faulty(rollout) else None
+
+    def members_of(self, group: GroupRewards) -> tuple[Rollout, ...]:
+        """The members of a whole group."""
+        if not isinstance(group, Group):
+            raise FilterError(
+                f"{self.context.where}: {self.name} looks at the members of a group and expects a Group, got {type(group).__name__} - "
+                "give the Group; rewards alone do not say what befell a member"
+            )
+        return group.rollouts
+
+    @abstractmethod
+    def is_faulty(self, rollout: Rollout) -> bool:
+        """Whether this member makes its group worthless."""
 
 
 @dataclass(frozen=True, kw_only=True)

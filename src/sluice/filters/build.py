@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import Field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Final, NoReturn, TypeVar
 
+from sluice.config.agentic import EnvManagerConfig
 from sluice.config.models import FilterConfig, RewardConfig
 from sluice.errors import ConfigError
 from sluice.filters.base import DomainFilters, Filter, QueryFilter, ResponseFilter, RewardFilter, RolloutFilter
 from sluice.filters.compose import AllOf, AnyOf, Not
-from sluice.filters.context import FilterContext
+from sluice.filters.context import FilterContext, Mode
 from sluice.filters.custom import Custom, load
+from sluice.filters.drop_flag import DropFlag
+from sluice.filters.env_faults import EnvFailed, EnvTimeout
 from sluice.filters.finish_reason import FinishReasonFilter
 from sluice.filters.format import Format
+from sluice.filters.group_class import load_class
 from sluice.filters.group_rewards import GroupRewards
 from sluice.filters.length import Length
 from sluice.filters.mean_filter import MeanFilter
+from sluice.filters.min_survivors import MinSurvivors
+from sluice.filters.missing_member import MissingMember
 from sluice.filters.naming import nearest
 from sluice.filters.no_filter import NoFilter
 from sluice.filters.reward_range import RewardRange
 from sluice.filters.std_filter import StdFilter
+from sluice.filters.whole_group import WholeGroup
 from sluice.types import Category, Rollout
 
 T = TypeVar("T")
 
 QUERY_FILTERS: Final[Mapping[str, type[Filter[GroupRewards]]]] = {cls.name: cls for cls in (NoFilter, MeanFilter, StdFilter)}
+GROUP_FILTERS: Final[Mapping[str, type[Filter[GroupRewards]]]] = {
+    **QUERY_FILTERS,
+    **{cls.name: cls for cls in (MissingMember, EnvTimeout, EnvFailed, DropFlag, MinSurvivors)},
+}
 RESPONSE_FILTERS: Final[Mapping[str, type[Filter[Rollout]]]] = {cls.name: cls for cls in (RewardRange, Length, Format, FinishReasonFilter)}
 COMPOSITIONS: Final = ("all", "any", "not")
+GROUP_CATEGORY: Final[Category] = "invalid"  # of a group that user code drops without a word: never to be trained, whatever the bounds say
 
 CONFIG_KEYS: Final = tuple(FilterConfig.model_fields)
 
@@ -49,6 +61,45 @@ def build_query_filter(
             raise ConfigError(f"{where}: {name} must be at least 1, got {number} - leave it out if it is not known")
     context = FilterContext(where=where, min_members=min_members, group_size=group_size)
     return _build(config, context, QUERY_FILTERS, RewardFilter.drop_category)
+
+
+def build_group_filter(
+    manager: EnvManagerConfig,
+    *,
+    mode: Mode,
+    where: str,
+    min_members: int | None,
+    config: object = None,
+    adapt: Callable[[object], object] | None = None,
+) -> QueryFilter:
+    """Build the filter on groups of trajectories that `manager` names: `group_filter_config`, or the class of `group_filter_cls`.
+
+    `where` is the path of the manager, for messages ("train_env_manager"). `config` is what a class gets as its configuration. `adapt` gets
+    an object of a class with `.filter` and answers with one that has `.judge` instead (and the methods of state, if it has any); None: such
+    a class is refused. Of a manager that names neither, every whole group is kept.
+
+    Whatever the filter says, a group that is not whole is not kept. Raises `ConfigError` with the path of the bad key.
+    """
+    context = FilterContext(
+        where=f"{where}.group_filter_config",
+        min_members=min_members,
+        group_size=manager.group_size,
+        group_size_key=f"{where}.group_size",
+        mode=mode,
+    )
+    if manager.group_filter_cls is None:
+        chosen = manager.group_filter_config or FilterConfig(type=NoFilter.name)
+        inner = _build(chosen, context, GROUP_FILTERS, GROUP_CATEGORY)
+        return inner if isinstance(inner, RewardFilter) else WholeGroup(context=context, filter=inner)
+    if manager.group_filter_config is not None:
+        raise ConfigError(
+            f"{where}: expected group_filter_cls or group_filter_config, got both - leave one out, or name the class as a type inside "
+            "group_filter_config"
+        )
+    path, context = manager.group_filter_cls, replace(context, where=f"{where}.group_filter_cls")
+    function, memory = load_class(path, manager, config, mode, context.where, adapt)
+    custom = Custom(context=context, path=path, function=function, category=GROUP_CATEGORY, memory=memory, sees_all=True)
+    return WholeGroup(context=context, filter=custom)
 
 
 def build_response_filter(config: FilterConfig | Mapping[str, Any], *, where: str = "response_filter") -> ResponseFilter:
@@ -103,12 +154,13 @@ def _build(config: object, context: FilterContext, known: Mapping[str, type[Filt
         cls = known[kind]
         if not cls.reads_metric:
             _refuse_metric(metric, kind, where)
-        context = FilterContext(where=where, metric=metric, min_members=context.min_members, group_size=context.group_size)
+        context = replace(context, metric=metric)
         return cls(context=context, **_checked(cls, arguments, context))
     if "." in kind:
         _refuse_metric(metric, kind, where)
         function, memory = load(kind, arguments, context)
-        return Custom(context=context, path=kind, function=function, category=category, memory=memory)
+        sees_all = context.mode is not None
+        return Custom(context=context, path=kind, function=function, category=category, memory=memory, sees_all=sees_all)
     raise ConfigError(
         f"{where}.type must be one of {sorted(known)}, {list(COMPOSITIONS)} or an import path package.module.name, got {kind!r} - "
         + nearest(kind, (*known, *COMPOSITIONS))
@@ -146,8 +198,7 @@ def _compose(
     kind: str, arguments: Mapping[str, Any], context: FilterContext, known: Mapping[str, type[Filter[T]]], category: Category
 ) -> Filter[T]:
     def inner(config: object, path: str) -> Filter[T]:
-        place = FilterContext(where=f"{context.where}.filter_args.{path}", min_members=context.min_members, group_size=context.group_size)
-        return _build(config, place, known, category)
+        return _build(config, replace(context, where=f"{context.where}.filter_args.{path}"), known, category)
 
     wanted = "filter" if kind == "not" else "filters"
     _refuse_unknown(arguments, (wanted,), kind, context.where)
@@ -155,7 +206,8 @@ def _compose(
     if kind == "not":
         if value is None:
             raise context.wrong("filter", "a filter", "nothing", "write {type: ...}")
-        return Not(context=context, filter=inner(value, "filter"), category=category)
+        negated = inner(value, "filter")
+        return Not(context=context, filter=negated, category=getattr(negated, "drop_category", category))
     if not isinstance(value, list | tuple) or not value:
         raise context.wrong(
             "filters", "a list of at least one filter", "nothing" if value is None else repr(value), "write [{type: ...}, ...]"
@@ -184,7 +236,9 @@ def _checked(cls: type[Filter[Any]], arguments: Mapping[str, Any], context: Filt
             raise TypeError(f"{cls.__name__}.{name}: a filter's argument must be one of {list(ARGUMENT_TYPES)}, got {declared}")
         expected, convert = ARGUMENT_TYPES[declared.removesuffix(" | None")]
         if name not in arguments or (optional and arguments[name] is None):
-            if name not in arguments and not optional and field.default is field.default_factory:  # both MISSING
+            if name in arguments:
+                checked[name] = None
+            elif not optional and field.default is field.default_factory:  # both MISSING
                 raise context.wrong(name, "given", "nothing", f"it is {expected}")
             continue
         value = arguments[name]

@@ -6,6 +6,8 @@ and 0-dim arrays or tensors that hold a truth value count as booleans. Anything 
 
 A class that decides by what it saw before gives its memory away with `state_dict()` and takes it back with `load_state_dict(state)`: plain
 data (mappings, lists, text, numbers, truth values, null, numpy arrays), which then is part of every checkpoint.
+
+On groups of trajectories, a function or class that names a parameter `mode` is given "train" or "val" there.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from sluice.errors import ConfigError, FilterError
-from sluice.filters.base import CATEGORIES, Filter
+from sluice.filters.base import CATEGORIES, Filter, Stateful
 from sluice.filters.context import FilterContext
 from sluice.filters.group_rewards import read_group
 from sluice.filters.naming import nearest
@@ -28,21 +30,15 @@ from sluice.types import Category, Group, Rollout, Verdict
 T = TypeVar("T")
 
 
-class Stateful(Protocol):
-    """A user's filter that decides by what it saw before."""
-
-    def state_dict(self) -> Any:
-        """Its memory, as plain data."""
-
-    def load_state_dict(self, state: Any, /) -> object:
-        """Take the memory back."""
+Contract = Literal["judge", "filter", "both", "neither"]
+"""What a class of a user offers: `.judge(group)`, where True keeps, or `.filter(group_id, episode_id, group)`, where True drops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Custom(Filter[T]):
     """Calls user code and makes a verdict of its answer.
 
-    A group that is not whole is dropped before user code sees it, as by the built-in filters.
+    A group that is not whole is dropped before user code sees it, as by the built-in filters, unless `sees_all`.
     """
 
     name = "custom"
@@ -51,6 +47,7 @@ class Custom(Filter[T]):
     function: Callable[[T], object]
     category: Category  # of a drop that came as a plain False
     memory: Stateful | None = None  # the user's object, where it has state; None: it has none
+    sees_all: bool = False  # also groups that are not whole: what it keeps of them is for others to drop
 
     @property
     def is_opaque(self) -> bool:
@@ -64,7 +61,7 @@ class Custom(Filter[T]):
 
     def judge(self, item: T, /) -> Verdict:
         """Ask the user's code."""
-        if isinstance(item, Group):
+        if isinstance(item, Group) and not self.sees_all:
             stats = read_group(item, self.context)
             if stats.fault:
                 return Verdict.dropped(stats.fault, "invalid", self.path, {"n": stats.n, "size": stats.size})
@@ -100,62 +97,72 @@ def load(path: str, filter_args: Mapping[str, Any], context: FilterContext) -> t
 
     Answers with the function that judges, and with the object whose state is kept.
     """
-    found = _find(path, context.where)
-    memory: Stateful | None = None
+    where, key = context.where, f"{context.where}.type"
+    found = find(path, key, "a built-in filter or an import path package.module.name")
+    arguments: Mapping[str, Any] = dict(filter_args)
+    if context.mode is not None and "mode" not in filter_args and _names_mode(found):
+        arguments = {**filter_args, "mode": context.mode}
+    advice = f"change the signature or {where}.filter_args"
     if inspect.isclass(found):
-        instance = _instance_of(found, path, filter_args, context)
-        function = instance.judge
-        memory = _memory_of(instance, path, context)
-        arguments: Mapping[str, Any] = {}
-    elif callable(found):
-        function, arguments = found, dict(filter_args)
-    else:
-        raise ConfigError(
-            f"{context.where}.type must name a function or a class, got {path} = {found!r} - name something that can be called"
-        )
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{context.where}.type must name a plain function, got the coroutine function {path} - filters decide without waiting"
-        )
-    _check_call(function, (None,), arguments, f"{path} is called with the group or rollout and filter_args {sorted(arguments)}", context)
-    return (lambda item: function(item, **arguments)) if arguments else function, memory
+        if contract_of(found) in ("filter", "both"):
+            raise ConfigError(
+                f"{key} must name a class with .judge (True keeps) and without .filter (True drops), got {path} with .filter - "
+                "rename the method and return the opposite"
+            )
+        if contract_of(found) == "neither":
+            raise ConfigError(f"{key} must name a function or a class with .judge, got the class {path} without it - add it")
+        check_call(found, (), arguments, f"{path} is built with filter_args {sorted(filter_args)}", key, advice)
+        instance = build(lambda: found(**arguments), path, where, "correct its filter_args or the class")
+        return judge_of(instance, path, key), memory_of(instance, path, key)
+    if not callable(found):
+        raise ConfigError(f"{key} must name a function or a class, got {path} = {found!r} - name something that can be called")
+    _refuse_coroutine(found, path, key)
+    check_call(found, (None,), arguments, f"{path} is called with the group or rollout and filter_args {sorted(filter_args)}", key, advice)
+    return (lambda item: found(item, **arguments)) if arguments else found, None
 
 
-def _find(path: str, where: str) -> Any:
+def contract_of(cls: type) -> Contract:
+    """Which of the two contracts a class of a user keeps: the one place that tells them apart."""
+    judges, filters = callable(getattr(cls, "judge", None)), callable(getattr(cls, "filter", None))
+    if judges and filters:
+        return "both"
+    return "judge" if judges else "filter" if filters else "neither"
+
+
+def find(path: str, key: str, expected: str) -> Any:
+    """What an import path names. key: the setting it stands in; expected: what may stand there. Raises `ConfigError`."""
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{where}.type must be a built-in filter or an import path package.module.name, got {path!r}, and importing {module_name!r} "
+            f"{key} must be {expected}, got {path!r}, and importing {module_name!r} "
             f"raised {type(error).__name__}: {error} - check the path, and that the package is installed or on PYTHONPATH"
         ) from error
     try:
         return getattr(module, name)
     except AttributeError:
         public = [known for known in dir(module) if not known.startswith("_")]
-        raise ConfigError(f"{where}.type: module {module_name!r} has no {name!r} - {nearest(name, public)}") from None
+        raise ConfigError(f"{key}: module {module_name!r} has no {name!r} - {nearest(name, public)}") from None
 
 
-def _instance_of(cls: type, path: str, filter_args: Mapping[str, Any], context: FilterContext) -> Any:
-    """A new object of the user's class, which has a `.judge`."""
-    if callable(getattr(cls, "filter", None)):
-        raise ConfigError(
-            f"{context.where}.type must name a class with .judge (True keeps) and without .filter (True drops), got {path} with .filter - "
-            "rename the method and return the opposite"
-        )
-    if not callable(getattr(cls, "judge", None)):
-        raise ConfigError(f"{context.where}.type must name a function or a class with .judge, got the class {path} without it - add it")
-    _check_call(cls, (), filter_args, f"{path} is built with filter_args {sorted(filter_args)}", context)
+def build(construct: Callable[[], Any], path: str, where: str, advice: str) -> Any:
+    """Make the user's object. Raises `ConfigError` when its constructor does not work."""
     try:
-        return cls(**filter_args)
+        return construct()
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{context.where}: building {path} raised {type(error).__name__}: {error} - correct its filter_args or the class"
-        ) from error
+        raise ConfigError(f"{where}: building {path} raised {type(error).__name__}: {error} - {advice}") from error
 
 
-def _memory_of(instance: Any, path: str, context: FilterContext) -> Stateful | None:
+def judge_of(instance: Any, path: str, key: str) -> Callable[[Any], object]:
+    """The `.judge` of the user's object, which must take the group or rollout."""
+    judge: Callable[[Any], object] = instance.judge
+    _refuse_coroutine(judge, path, key)
+    check_call(judge, (None,), {}, f"{path}.judge is called with the group or rollout", key, "change the signature")
+    return judge
+
+
+def memory_of(instance: Any, path: str, key: str) -> Stateful | None:
     """The object itself when it has both methods of state; one alone would lose the state without a word."""
     has = {name: callable(getattr(instance, name, None)) for name in ("state_dict", "load_state_dict")}
     if not any(has.values()):
@@ -163,29 +170,43 @@ def _memory_of(instance: Any, path: str, context: FilterContext) -> Stateful | N
     if not all(has.values()):
         given, missing = sorted(has, key=lambda name: not has[name])
         raise ConfigError(
-            f"{context.where}.type must name a class with state_dict and load_state_dict, or with neither, got {path} with {given} alone - "
-            f"add {missing}"
+            f"{key} must name a class with state_dict and load_state_dict, or with neither, got {path} with {given} alone - add {missing}"
         )
-    _check_call(instance.state_dict, (), {}, f"{path}.state_dict is called without arguments", context)
-    _check_call(instance.load_state_dict, (None,), {}, f"{path}.load_state_dict is called with the state", context)
+    check_call(instance.state_dict, (), {}, f"{path}.state_dict is called without arguments", key, "change the signature")
+    check_call(instance.load_state_dict, (None,), {}, f"{path}.load_state_dict is called with the state", key, "change the signature")
     memory: Stateful = instance
     return memory
 
 
-def _check_call(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, Any], how: str, context: FilterContext
+def check_call(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, Any], how: str, key: str, advice: str
 ) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, without a signature: the first call will tell
+    """Raise `ConfigError` when a function does not take these arguments."""
+    signature = signature_of(function)
+    if signature is None:
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(
-            f"{context.where}.type: {how}, which its signature {signature} does not take ({error}) - "
-            f"change the signature or {context.where}.filter_args"
-        ) from error
+        raise ConfigError(f"{key}: {how}, which its signature {signature} does not take ({error}) - {advice}") from error
+
+
+def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
+    """How it is called; None for what is written in C and does not say: the first call will tell."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _names_mode(found: Any) -> bool:
+    signature = signature_of(found) if callable(found) else None
+    return signature is not None and "mode" in list(signature.parameters)[not inspect.isclass(found) :]
+
+
+def _refuse_coroutine(function: Callable[..., object], path: str, key: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key} must name a plain function, got the coroutine function {path} - filters decide without waiting")
 
 
 def _truth(answer: object, path: str, where: str) -> bool:

@@ -29,6 +29,9 @@ from sluice.types import Category, Verdict
 Scope = Literal["cumulative", "window"]
 Policy = Literal["keep", "wait", "shrink", "raise"]
 
+KEPT_BY_GUARD: Final = "kept_by_guard"
+"""Reason: filters would have dropped it, and a guard kept it."""
+
 SIMPLEST: Final = 1_000_000  # largest denominator that a limit is first looked for with: two such fractions are never the same float
 
 
@@ -127,7 +130,7 @@ class RatioGuard:
     def keep_counted(self, category: Category) -> Verdict:
         """A counted group that filters would drop is kept now: the verdict that says so."""
         self._kept_by_guard += 1
-        return Verdict.kept("ratio_guard", "kept_by_guard", self.evidence(category))
+        return Verdict.kept("ratio_guard", KEPT_BY_GUARD, self.evidence(category))
 
     def evidence(self, category: Category) -> dict[str, float]:
         """The numbers on which a drop of a counted group is decided."""

@@ -1,6 +1,6 @@
-"""The memory of custom filters, for checkpoints: gathered and given back by the path of their configuration.
+"""The memory of filters, for checkpoints: gathered and given back by the path of their configuration.
 
-Only objects of user classes with `state_dict` and `load_state_dict` have any; see `custom.py`.
+Objects of user classes with `state_dict` and `load_state_dict` have one (see `custom.py`), and `drop_flag` with a limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sluice.filters.naming import nearest
 
 def filters_state(filters: Mapping[str, DomainFilters]) -> dict[str, Any]:
     """The state of every filter that has one, by the path of its configuration: copies, since a filter may give its memory itself away."""
-    return {where: _copied(_asked(custom, "state_dict")) for where, custom in _stateful(filters).items()}
+    return {where: _copied(_asked(one, "state_dict")) for where, one in _stateful(filters).items()}
 
 
 def load_filters_state(filters: Mapping[str, DomainFilters], state: Mapping[str, Any]) -> None:
@@ -34,19 +34,19 @@ def load_filters_state(filters: Mapping[str, DomainFilters], state: Mapping[str,
             raise FilterError(
                 f"{where}: got the state of a filter with a memory, and there is none at this path - {nearest(where, stateful)}"
             )
-    for where, custom in stateful.items():
+    for where, one in stateful.items():
         if where not in state:
-            raise FilterError(f"{where}: expected the state of {custom.path}, got none - the state is torn, or of another configuration")
-    for where, custom in stateful.items():
-        _asked(custom, "load_state_dict", state[where])
+            raise FilterError(f"{where}: expected the state of {_named(one)}, got none - the state is torn, or of another configuration")
+    for where, one in stateful.items():
+        _asked(one, "load_state_dict", state[where])
 
 
-def _stateful(filters: Mapping[str, DomainFilters]) -> dict[str, Custom[Any]]:
+def _stateful(filters: Mapping[str, DomainFilters]) -> dict[str, Filter[Any]]:
     """The filters with a memory, by the path of their configuration, in the order of the configuration."""
-    found: dict[str, Custom[Any]] = {}
+    found: dict[str, Filter[Any]] = {}
     for domain in filters.values():
         for one in _every_one_of(domain.query, domain.response):
-            if isinstance(one, Custom) and one.memory is not None:
+            if one.memory is not None:
                 where = one.context.where
                 if where in found:
                     raise FilterError(f"{where}: expected one filter with a memory, got two - build each with its own `where`")
@@ -70,11 +70,15 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _asked(custom: Custom[Any], method: str, *arguments: Any) -> Any:
-    """Call a method of the user's object."""
+def _named(one: Filter[Any]) -> str:
+    return one.path if isinstance(one, Custom) else one.name
+
+
+def _asked(one: Filter[Any], method: str, *arguments: Any) -> Any:
+    """Call a method of its memory."""
     try:
-        return getattr(custom.memory, method)(*arguments)
+        return getattr(one.memory, method)(*arguments)
     except (Exception, SystemExit) as error:
         raise FilterError(
-            f"{custom.context.where}: {custom.path}.{method} raised {type(error).__name__}: {error} - correct the filter"
+            f"{one.context.where}: {_named(one)}.{method} raised {type(error).__name__}: {error} - correct the filter"
         ) from error

@@ -41,6 +41,10 @@ class Core(ABC):
         self.config = config
         self.filters = filters
         self.guard = guard
+        # By domain, where a single member can decide about its group, and nothing unforeseeable has a say in the verdict.
+        self._disqualifying = {
+            domain: pair.query for domain, pair in filters.items() if pair.query.can_disqualify and not pair.query.is_opaque
+        }
         self.ledger = Ledger() if ledger is None else ledger
         self.buffer = ReplayBuffer(
             async_generation_ratio=config.async_generation_ratio,

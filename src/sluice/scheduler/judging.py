@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from sluice.errors import FilterError
+from sluice.filters.guard import KEPT_BY_GUARD
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import OpenGroup
 from sluice.scheduler.tally import Sums
@@ -62,20 +63,22 @@ class Judging(Core):
             group = replace(group, counted=tuple([is_counted and rollout.reward is not None for is_counted, rollout in members]))
         sums = Sums(sum(rewards), len(rewards), open_group.open_tokens, len(group.rollouts))
         self._tally.group_judged(group.task.domain, sums)
-        guard = self.guard
+        self._tally.guard_kept += verdict.keep and verdict.reason == KEPT_BY_GUARD  # by the guard of a filter
+        guard, early = self.guard, open_group.disqualified
         if guard is not None:
             was_asked = open_group.guard_ticket is not None
             if open_group.guard_ticket is None:
                 open_group.guard_ticket = guard.count()
-            if open_group.disqualified is not None and verdict.keep:  # where it was asked, it has kept the group then
-                verdict = self._kept_by_guard(open_group.disqualified) if was_asked else open_group.disqualified
+            if early is not None and verdict.keep:  # where it was asked, it has kept the group then
+                verdict = self._kept_by_guard(early) if was_asked else early
             if not verdict.keep:
-                answer = self._guarded(open_group, group, verdict, now, out)
+                is_refused = was_asked and early is not None and (early.source, early.reason) == (verdict.source, verdict.reason)
+                answer = self._guarded(open_group, group, verdict, now, out, is_refused=is_refused)
                 if answer is None:
                     return
                 verdict = answer
-        elif open_group.disqualified is not None:
-            verdict = open_group.disqualified
+        elif early is not None:
+            verdict = early
         if verdict.keep:
             self._commit(open_group, group, sums, verdict, now, out)
         elif self._keeps_spares and verdict.category == "low_information" and self._is_young(group):
@@ -83,8 +86,13 @@ class Judging(Core):
         else:
             self._drop(open_group, verdict, now, out)
 
-    def _guarded(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> Verdict | None:
-        """What the guard makes of a drop: the drop, a keep, or None when it has been acted on already."""
+    def _guarded(
+        self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction], *, is_refused: bool
+    ) -> Verdict | None:
+        """What the guard makes of a drop: the drop, a keep, or None when it has been acted on already.
+
+        is_refused: it was asked about this drop when the first such member came, and is not asked again.
+        """
         guard, ticket = self.guard, open_group.guard_ticket
         assert guard is not None
         assert ticket is not None
@@ -92,7 +100,7 @@ class Judging(Core):
         is_trainable = any(
             is_counted and rollout.reward is not None for is_counted, rollout in zip(group.counted, group.rollouts, strict=True)
         )
-        if not is_trainable or guard.may_drop(verdict.category):
+        if not is_trainable or (not is_refused and guard.may_drop(verdict.category)):
             guard.filter_counted(ticket, verdict.category)
             return verdict
         if guard.policy == "wait":

@@ -103,6 +103,9 @@ class Members(Judging):
             self.ledger.member_opened(tokens)
             if group.has_loop:
                 out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=_MEMBER_KEPT))
+            if self._disqualifying and group.missing and group.disqualified is None and not group.has_loop:
+                query = self._disqualifying.get(group.task.domain)
+                group.disqualified = None if query is None else query.disqualifies(rollout)
             if group.disqualified is not None and self._drops_early(group, now, out):
                 return
             if not group.missing and not group.has_loop:
