@@ -47,6 +47,10 @@ class LoopError(SluiceError, ValueError):
     """A user-defined rollout loop breaks its contract, or cannot be loaded."""
 
 
+class QueueError(SluiceError, ValueError):
+    """A group queue was told or asked what cannot be: an episode that was never opened, a step back, a member that it cannot read."""
+
+
 class ResampleError(SluiceError, RuntimeError):
     """A batch could not be filled within its bounds. The message names kept and needed, the acceptance rate and the top reasons."""
 

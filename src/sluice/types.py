@@ -148,8 +148,8 @@ class Group:
 
     @property
     def policy_version(self) -> int:
-        """The oldest policy_version in the group."""
-        return min([rollout.policy_version for rollout in self.rollouts])
+        """The oldest policy_version in the group; its start step where no member says what sampled it."""
+        return min([rollout.policy_version for rollout in self.rollouts if rollout.turns], default=self.start_step)
 
     @property
     def sampled_tokens(self) -> int:

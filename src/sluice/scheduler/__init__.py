@@ -18,8 +18,7 @@
     tally.py     counts of one batch, and the words of its messages
     watch.py     what the machine waits for, for a person
     state.py     what is saved, and how a later process goes on
-    state.py     what a machine saves, and how it goes on from that
-    watch.py     what the machine waits for, and where everything stands
+    group_queue.py   GroupQueue: the same machine for environment managers of others: episodes out, members in, batches out
 
 A new kind of event is a record in events.py, a line in `Scheduler._handlers`, and its method. Whatever a player (shell, simulator) must
 do is an instruction, never a call from here.
@@ -27,7 +26,8 @@ do is an instruction, never a call from here.
 
 from sluice.scheduler.buffer import ReplayBuffer
 from sluice.scheduler.events import GroupRecord
+from sluice.scheduler.group_queue import GroupQueue
 from sluice.scheduler.machine import Scheduler
 from sluice.scheduler.settings import SchedulerConfig
 
-__all__ = ["GroupRecord", "ReplayBuffer", "Scheduler", "SchedulerConfig"]
+__all__ = ["GroupQueue", "GroupRecord", "ReplayBuffer", "Scheduler", "SchedulerConfig"]

@@ -119,7 +119,7 @@ class OpenGroup:
 
     def record(self, now: float) -> GroupRecord:
         """How it left, for the journal."""
-        versions = [rollout.policy_version for rollout in self.delivered if rollout is not None]
+        versions = [rollout.policy_version for rollout in self.delivered if rollout is not None and rollout.turns]
         return GroupRecord(
             group_id=self.group_id,
             task_id=self.task.task_id,

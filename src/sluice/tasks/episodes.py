@@ -176,7 +176,7 @@ class _Opened(Mapping[str, Task]):
         self._source = source
 
     def __getitem__(self, task_id: str) -> Task:
-        number = self._source._number(task_id) if isinstance(task_id, str) else None
+        number = self._source._number(task_id)
         if number is None or number >= self._source._opened:
             raise KeyError(task_id)
         return self._source._task(number)
