@@ -65,6 +65,9 @@ def train(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with the run in this folder.", show_default=False)
     ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep every judged group with all its members. Short for `records.rollouts=true`.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of a live display, as without a terminal.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and the result only.")] = False,
 ) -> None:
@@ -85,6 +88,12 @@ def train(
     with reported():
         from sluice.records import read_summary, summary_lines
 
+        if record:
+            if resume:
+                raise ConfigError(
+                    "--record is for a new run: a resumed one records its rollouts if it did so from the beginning - leave it away"
+                )
+            overrides = [*(overrides or []), "records.rollouts=true"]
         result = _resume(resume, recipe, overrides, seed, plain, quiet) if resume else _train(recipe, overrides, seed, plain, quiet)
         lines = summary_lines(read_summary(result.folder / "run.db"))
         with unless_nobody_reads():

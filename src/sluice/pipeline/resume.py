@@ -20,7 +20,7 @@ from sluice.config import AgenticConfig, RlvrConfig, RunConfig, load_config, to_
 from sluice.errors import ConfigError, RecordError
 from sluice.filters import load_filters_state
 from sluice.pipeline.job import Job
-from sluice.records import ENGINE_TOKENS, MAX_STEPS, Checkpoints, RunFolder, open_for_reading, read_facts, rollback
+from sluice.records import ENGINE_TOKENS, MAX_STEPS, Checkpoints, RunFolder, open_for_reading, read_facts, rollback, rollback_rollouts
 
 CHANGEABLE: Final = (
     "trainer.max_steps",
@@ -153,14 +153,16 @@ def restore_job(point: ResumePoint, job: Job) -> None:
 
 
 def roll_back(point: ResumePoint, folder: RunFolder, checkpoints: Checkpoints) -> None:
-    """Take run.db and the checkpoints back to where the run goes on.
+    """Take run.db, recorded rollouts and the checkpoints back to where the run goes on.
 
     Raises:
         RecordError: they cannot be written.
     """
     scheduler: dict[str, Any] = {"next_group": 0, "open_groups": []} if point.state is None else point.state["shell"]["scheduler"]
+    next_group, open_groups = scheduler["next_group"], scheduler["open_groups"]
+    rollback_rollouts(folder.rollouts, next_group=next_group, open_groups=open_groups)  # first: damage is told before anything changes
     checkpoints.discard_after(point.step)
-    rollback(folder.run_db, step=point.step, next_group=scheduler["next_group"], open_groups=scheduler["open_groups"])
+    rollback(folder.run_db, step=point.step, next_group=next_group, open_groups=open_groups)
 
 
 def model_fingerprint(folder: Path) -> str:

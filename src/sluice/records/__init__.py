@@ -3,6 +3,7 @@
 - `run_folder.py`: the folder of a run, its parts and its lock
 - `rundb.py`: run.db, the record itself, and the journal that writes it without holding anyone up
 - `sinks.py`: metrics as JSONL and for TensorBoard, and the fan-out that survives a broken sink
+- `rollouts.py`: recorded rollouts, the input of the offline tools; `rollout_parts.py`: their Parquet files; `rollout_reader.py`: reads them
 - `checkpoints.py`: what a run is resumed from: state beside the trainer's files, proved whole by a manifest
 - `summary.py`: a run in figures, read from run.db, and the lines that are printed at its end
 - `status.py`: how a run is doing, or was doing when it died
@@ -12,6 +13,8 @@ in `build_sinks`. To record something new: a table in `rundb.py` (raise SCHEMA_V
 """
 
 from sluice.records.checkpoints import Checkpoints
+from sluice.records.rollout_reader import RecordedGroup, Recording, read_rollouts
+from sluice.records.rollouts import RolloutRecorder, rollback_rollouts
 from sluice.records.run_folder import RunFolder
 from sluice.records.rundb import SCHEDULER, BatchRecord, Journal, open_for_reading, read_facts, rollback
 from sluice.records.sinks import JsonlSink, MetricSink, Sinks, TensorBoardSink, build_sinks, read_metrics
@@ -27,6 +30,9 @@ __all__ = [
     "Journal",
     "JsonlSink",
     "MetricSink",
+    "RecordedGroup",
+    "Recording",
+    "RolloutRecorder",
     "RunFolder",
     "RunStatusReport",
     "RunSummary",
@@ -37,9 +43,11 @@ __all__ = [
     "over_all",
     "read_facts",
     "read_metrics",
+    "read_rollouts",
     "read_status",
     "read_summary",
     "rollback",
+    "rollback_rollouts",
     "status_lines",
     "summary_lines",
 ]

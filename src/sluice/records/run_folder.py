@@ -6,6 +6,7 @@
     run.lock         held while a process writes; says which one
     metrics.jsonl    one object per step, when configured
     tensorboard/     event files, when configured
+    rollouts/        judged groups with all their members (Parquet), when configured
     checkpoints/     what the run can be resumed from
     model/           the trained policy
 """
@@ -80,6 +81,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Folder of event files. Absent unless that sink is on."""
         return self.path / "tensorboard"
+
+    @property
+    def rollouts(self) -> Path:
+        """Folder of recorded rollouts: see `sluice.records.rollouts`. Absent unless they are recorded."""
+        return self.path / "rollouts"
 
     @property
     def checkpoints(self) -> Path:

@@ -305,7 +305,9 @@ class Judging(Core):
         if group.running or group.outcome is None:
             return
         del self._groups[group.group_id]
-        out.append(ev.RecordGroup(record=group.record(now)))
+        delivered = zip(group.delivered, group.counted, strict=True)
+        members = tuple([(one, counted and one.reward is not None) for one, counted in delivered if one is not None])
+        out.append(ev.RecordGroup(record=group.record(now), members=members, is_whole=not group.missing))
 
     def _release_spares(self, now: float, out: list[ev.Instruction]) -> None:
         """No batch will be topped up with them."""
