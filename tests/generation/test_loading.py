@@ -94,7 +94,6 @@ def test_a_length_beyond_the_models_positions_is_refused(refused, qwen2_path):
         ({"prefill_tokens": 0}, "prefill_tokens must be at least 1, got 0"),
         ({"on_publish": "restart"}, "on_publish must be one of recompute, keep, got 'restart'"),
         ({"on_weight_update": "keep"}, "on_weight_update must be one of finish, restart, continue, got 'keep'"),
-        ({"on_publish": "keep"}, "on_publish must be recompute with on_weight_update finish, got keep"),
         ({"stop_token_ids": [64]}, r"end tokens must be ids of the model's 64 tokens, got \[64\]"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.errors import ConfigError, GenerationError
+from sluice.errors import ConfigError, GenerationError, RequestRefused
 from sluice.execution.clock import run
 from sluice.generation import Answer, Engine, GenerationRequest, NullEngine, answers
 
@@ -387,6 +387,91 @@ def test_a_crash_may_choose_its_requests_and_never_takes_those_who_wait():
         results = await asyncio.gather(*[handle.future for handle in handles], return_exceptions=True)
         assert [isinstance(result, GenerationError) for result in results] == [False, True, False, True, False, False]
         assert engine.fail_running(9, "nobody is there") == 0
+
+    run(play())
+
+
+# ---------------------------------------------------------------- dialogues
+
+
+def in_dialogue(request_id: int, dialogue_id: int, purpose="train") -> GenerationRequest:
+    return request(request_id, purpose=purpose)._replace(dialogue_id=dialogue_id)
+
+
+def test_a_dialogue_has_one_open_request_at_a_time_and_takes_no_slot_at_rest():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=1)
+        first = engine.submit(in_dialogue(0, 7))
+        with pytest.raises(RequestRefused, match="dialogue 7 may have one open request at a time"):
+            engine.submit(in_dialogue(1, 7))
+        other = engine.submit(in_dialogue(2, 7, "validation"))
+        assert engine.metrics()["engine/dialogues"] == 2
+        await first.future
+        await other.future
+        await engine.submit(in_dialogue(3, 7)).future
+        assert asyncio.get_running_loop().time() == 30
+        assert (engine.sampled_tokens("train"), engine.sampled_tokens("validation")) == (20, 10)
+        engine.end_dialogue(7)
+        engine.end_dialogue(7)
+        assert engine.metrics() == {"engine/dialogues": 1, "engine/dialogues_evicted": 0}
+
+    run(play())
+
+
+@pytest.mark.parametrize("seated", [True, False])
+def test_the_end_of_a_dialogue_cancels_its_open_request_and_frees_its_number(seated):
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0), max_slots=1, cancel_latency_s=2.0)
+        if not seated:
+            engine.submit(request(9))
+        handle = engine.submit(in_dialogue(0, 7))
+        await asyncio.sleep(4)
+        engine.end_dialogue(7)
+        again = engine.submit(in_dialogue(1, 7))
+        generation = await handle.future
+        assert generation.finish_reason == "cancelled"
+        assert len(generation.token_ids) == (6 if seated else 0)
+        assert (await again.future).finish_reason == "stop"
+        engine.end_dialogue(7)
+        assert engine.metrics()["engine/dialogues"] == 0
+
+    run(play())
+
+
+def test_a_cancelled_request_leaves_its_dialogue_open():
+    async def play():
+        engine = NullEngine(always(10, latency_s=10.0))
+        handle = engine.submit(in_dialogue(0, 7))
+        handle.cancel()
+        await handle.future
+        await engine.submit(in_dialogue(1, 7)).future
+        assert engine.metrics()["engine/dialogues"] == 1
+
+    run(play())
+
+
+@pytest.mark.parametrize("by_crash", [True, False])
+def test_a_failed_dialogue_says_so_until_it_is_ended(by_crash):
+    async def play():
+        failing = Answer(
+            token_ids=np.arange(4), inference_logprobs=np.zeros(4), latency_s=2.0, error=None if by_crash else "the disk is full"
+        )
+        engine = NullEngine(lambda asked: failing)
+        handle = engine.submit(in_dialogue(0, 7))
+        if by_crash:
+            engine.fail_running(1, "the disk is full")
+        with pytest.raises(GenerationError, match="the disk is full"):
+            await handle.future
+        for _ in range(2):
+            with pytest.raises(GenerationError, match=r"dialogue 7 must not have failed.*end_dialogue\(7\).*the disk is full"):
+                engine.submit(in_dialogue(1, 7))
+        assert engine.metrics()["engine/dialogues"] == 0
+        engine.end_dialogue(7)
+        engine.submit(in_dialogue(1, 7))
+        assert engine.metrics()["engine/dialogues"] == 1
+        engine.close()
+        engine.end_dialogue(7)
+        assert engine.metrics()["engine/dialogues"] == 0
 
     run(play())
 

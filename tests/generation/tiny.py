@@ -85,10 +85,11 @@ def saved(model: PreTrainedModel, path: Path) -> Path:
     return path
 
 
-def request(request_id: int, prompt: Iterable[int], *, new: int = 8, temperature: float = 1.0, seed: int | None = None, purpose="train"):
+def request(request_id: int, prompt: Iterable[int], *, new: int = 8, temperature: float = 1.0, seed: int | None = None, purpose="train",
+            dialogue: int | None = None):  # fmt: skip
     return GenerationRequest(
         request_id=request_id, prompt_ids=np.array(list(prompt), dtype=np.int64), max_new_tokens=new, temperature=temperature,
-        seed=request_id if seed is None else seed, purpose=purpose,
+        seed=request_id if seed is None else seed, purpose=purpose, dialogue_id=dialogue,
     )  # fmt: skip
 
 
@@ -192,12 +193,12 @@ class Turnstile:
         self._decode = engine._model.decode
         engine._model.decode = self._stop_and_go
 
-    def _stop_and_go(self, tokens, positions, first=0):
+    def _stop_and_go(self, tokens, positions, first, rows):
         self._arrived.release()
         if not self._is_open:
             assert self._tickets.acquire(timeout=30), "nobody let the engine through"
-        self.rows.append(len(tokens))
-        return self._decode(tokens, positions, first)
+        self.rows.append(len(rows))
+        return self._decode(tokens, positions, first, rows)
 
     async def arrival(self) -> None:
         """Wait until the engine stands before a decoding pass."""

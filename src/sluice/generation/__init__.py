@@ -1,10 +1,13 @@
 """Models that produce tokens: a request goes in, sampled tokens with their log-probs come out.
 
 - base.py        what every engine offers
+- dialogues.py   requests that continue one another, and what is refused
 - null.py        an engine without a model, for tests and benchmarks
 - tokenizer.py   the tokenizer of a model folder, as the folder describes it
 - slot.py        the in-process engine: its thread, queue, cancels and publishes
-  - rows.py      the table of live sequences, and who is computed next
+  - handle.py    an open request, and how its outcome reaches the event loop
+  - rows.py      the table of sequences in slots: at rest, waiting or ready
+  - prefill.py   who is prefilled next, and whether yet
   - model.py     a transformers model with slots: tokens in, next-token logits out
   - cache.py     keys and values of all slots
   - sampling.py  how a token is drawn, and its log-prob

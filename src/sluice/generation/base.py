@@ -21,14 +21,21 @@ which token is whose. restart: as continue, until whoever asked for it cancels i
 
 
 class GenerationRequest(NamedTuple):
-    """One continuation to sample. A named tuple, as `Generation` is: one is made for every attempt, and this is twice as fast."""
+    """One continuation to sample. A named tuple, as `Generation` is: one is made for every attempt, and this is twice as fast.
+
+    Requests of the same purpose and `dialogue_id` continue one another, one at a time: the engine keeps what it computed, and `prompt_ids`
+    are only the tokens that come after all that the dialogue holds, its earlier prompts and its sampled tokens. The first one opens the
+    dialogue. A request that ended by itself or by a cancel leaves it open with what had been sampled by then (one that was cancelled before
+    it began leaves its prompt); one that failed leaves nothing: later ones fail too, until `Engine.end_dialogue`.
+    """
 
     request_id: int  # unique among open requests of the same purpose
     prompt_ids: TokenIds  # [P], P >= 1
     max_new_tokens: int  # >= 1
     temperature: float  # > 0 samples; 0 takes the most probable token
-    seed: int  # the same seed, prompt and weights give the same tokens, whatever else the engine is doing
+    seed: int  # the same seed, tokens before and weights give the same tokens, whatever else the engine is doing
     purpose: Purpose = "train"  # which counter its tokens go to
+    dialogue_id: int | None = None  # the dialogue that it continues; None: it stands alone
 
 
 class Generation(NamedTuple):
@@ -80,7 +87,7 @@ class GenerationHandle(Protocol):
 
 
 class Engine(Protocol):
-    """A model that produces tokens. `submit` and `cancel` are called from the event loop, `publish` from any thread."""
+    """A model that produces tokens. `submit`, `cancel` and `end_dialogue` are called from the event loop, `publish` from any thread."""
 
     @property
     def policy_version(self) -> int:
@@ -89,14 +96,21 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> GenerationHandle:
         """Take a request; must be called with a running event loop, to which the handle's future belongs.
 
-        Raises `RequestRefused` when the request can never be served (too long, unknown tokens), `GenerationError` when the engine was
-        closed or has broken.
+        Raises `RequestRefused` when the request can never be served (too long, with all that its dialogue holds; unknown tokens) or another
+        one of its dialogue is open, `GenerationError` when one of its dialogue has failed, and when the engine was closed or has broken.
+        """
+
+    def end_dialogue(self, dialogue_id: int, purpose: Purpose = "train") -> None:
+        """Free what is kept of a dialogue; returns at once. Its open request is cancelled as by its handle. The number is free again.
+
+        Unknown dialogues and those that have ended are ignored, so that whoever is done with one may always say so.
         """
 
     def publish(self, state: Mapping[str, Any], version: int) -> None:
         """Put new weights in place, between two forward passes; returns when they are. Keys and shapes as in the model's state dict.
 
-        Every request that begins afterwards is sampled by them; for those under way see `OnWeightUpdate`.
+        Every request that begins afterwards is sampled by them, those that continue a dialogue too; for those under way see
+        `OnWeightUpdate`.
         Raises `GenerationError` for weights that do not fit or are not finite (the old ones stay), or when the engine has stopped.
         """
 

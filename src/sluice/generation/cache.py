@@ -24,13 +24,13 @@ class Pass:
     """Where one forward pass writes its keys and values, and which it attends to.
 
     The pass computes U input rows of T tokens. `N` entries are written; one computed token may be written to several slots (siblings
-    that share a prompt). A decoding pass has T = 1 and its input rows are consecutive slots.
+    that share a prompt). A decoding pass has T = 1 and its input rows are consecutive slots, of which some may not be written.
     """
 
     write_rows: torch.Tensor  # [N] slots written to
     write_positions: torch.Tensor  # [N] positions within them
-    source_rows: torch.Tensor | None  # [N] input rows that are written; None: decoding
-    source_tokens: torch.Tensor | None  # [N] tokens within the input rows; None: decoding
+    source_rows: torch.Tensor | None  # [N] input rows that are written; None: all, T = 1
+    source_tokens: torch.Tensor | None  # [N] tokens within the input rows; None with source_rows
     read_rows: torch.Tensor | slice | None  # [U] slots attended to; a slice costs no copy; None: only the pass's own tokens
     key_length: int  # keys attended to
     capacity: int  # slots needed

@@ -38,48 +38,71 @@ class SlotModel:
         self.vocab_size = int(head.weight.shape[0])
         self.dtype: torch.dtype = net.dtype
         self.cache = self._new_cache(max_slots, max_length)
-        self._last: torch.Tensor | None = None  # [U] last token of each input row of the pass under way; None: T = 1
+        self._picked: tuple[torch.Tensor, torch.Tensor] | None = None  # input rows and their tokens that get logits; None: all, T = 1
         # Logits are made of one token per row only. Picking that token just before the output layer keeps whatever the model does
         # after it (scaling, soft caps).
-        head.register_forward_pre_hook(self._keep_last)
+        head.register_forward_pre_hook(self._pick)
 
     def _new_cache(self, max_slots: int, max_length: int) -> SlotCache:
         return SlotCache(layers=self.config.num_hidden_layers, max_slots=max_slots, max_length=max_length)
 
-    def _keep_last(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._last is None:
+    def _pick(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._picked is None:
             return None
-        hidden = args[0]
-        return (hidden[torch.arange(len(hidden)), self._last][:, None], *args[1:])
+        return (args[0][self._picked][:, None], *args[1:])
 
     def _mask(self, visible: torch.Tensor) -> torch.Tensor:
         """An additive mask from a boolean one: what both attention implementations (sdpa, eager) take."""
         return torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
-    def _forward(self, plan: Pass, tokens: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self,
+        plan: Pass,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+        picked: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
         self.cache.begin(plan)
-        out = self.net(input_ids=tokens, attention_mask=self._mask(visible), position_ids=positions, cache=self.cache.view, use_cache=True)
+        self._picked = picked
+        try:
+            out = self.net(
+                input_ids=tokens, attention_mask=self._mask(visible), position_ids=positions, cache=self.cache.view, use_cache=True
+            )
+        finally:
+            self._picked = None
         logits: torch.Tensor = out.logits
         return logits[:, -1]
 
-    def decode(self, tokens: Index, positions: Index, first: int = 0) -> torch.Tensor:
-        """One more token for each of the slots first .. first + R - 1. tokens, positions [R]; returns next-token logits [R, V]."""
+    def decode(self, tokens: Index, positions: Index, first: int = 0, rows: Index | None = None) -> torch.Tensor:
+        """One more token for slots among first .. first + S - 1. tokens, positions [S]; rows [R]: those slots, in order; None: all of them.
+
+        The others are computed and forgotten: what their slots hold stays as it is. Returns next-token logits of `rows`, [R, V].
+        """
         end = first + len(tokens)
         at = torch.from_numpy(positions)
         key_length = min(self.cache.max_length, -(-(int(positions.max()) + 1) // _KEY_LENGTH_MULTIPLE) * _KEY_LENGTH_MULTIPLE)
+        picked = source = source_tokens = None
+        write_rows, write_positions = torch.arange(first, end), at
+        if rows is not None and len(rows) < len(tokens):
+            write_rows = torch.from_numpy(rows)
+            source = write_rows - first
+            source_tokens = torch.zeros_like(source)
+            write_positions = at[source]
+            picked = (source, source_tokens)
         plan = Pass(
-            write_rows=torch.arange(first, end), write_positions=at, source_rows=None, source_tokens=None,
+            write_rows=write_rows, write_positions=write_positions, source_rows=source, source_tokens=source_tokens,
             read_rows=slice(first, end), key_length=key_length, capacity=end, length=key_length,
         )  # fmt: skip
         visible = torch.arange(key_length) <= at[:, None]
-        return self._forward(plan, torch.from_numpy(tokens)[:, None], at[:, None], visible[:, None, None, :])
+        return self._forward(plan, torch.from_numpy(tokens)[:, None], at[:, None], visible[:, None, None, :], picked)
 
     def prefill(self, tokens: Index, counts: Index, starts: Index, rows: Index, leaders: Index, leader_of: Index) -> torch.Tensor:
         """Compute a stretch of tokens of several sequences and store it in their slots.
 
-        tokens [U, T], of which the first counts[u] >= 1 are real, at positions starts[u], starts[u] + 1, ... of slot leaders[u]. What is
-        computed for leaders[u] is stored in every slot rows[r] with leader_of[r] = u (leaders are among the rows). Returns the
-        logits that follow the last real token, [U, V].
+        tokens [U, T], of which the first counts[u] >= 1 are real, at positions starts[u], starts[u] + 1, ... of slot leaders[u], in order
+        of slots. What is computed for leaders[u] is stored in every slot rows[r] with leader_of[r] = u (leaders are among the rows).
+        Returns the logits that follow the last real token, [U, V].
         """
         width = tokens.shape[1]
         column = np.arange(width)
@@ -90,9 +113,10 @@ class SlotModel:
         key_length = int(ends.max())
         query = starts[:, None] + column  # [U, T]
         visible: torch.Tensor
-        read: torch.Tensor | None
+        read: torch.Tensor | slice | None
         if starts.any():
-            read = torch.from_numpy(leaders)
+            first, end = int(leaders[0]), int(leaders[-1]) + 1
+            read = slice(first, end) if end - first == len(leaders) else torch.from_numpy(leaders)
             visible = torch.arange(key_length) <= torch.from_numpy(query)[:, None, :, None]
         else:
             # Nothing is stored yet: the pass's own keys are all there is, and padding stands to the right of every real token.
@@ -103,13 +127,10 @@ class SlotModel:
             source_rows=torch.from_numpy(source), source_tokens=torch.from_numpy(token),
             read_rows=read, key_length=width if read is None else key_length, capacity=int(rows.max()) + 1, length=key_length,
         )  # fmt: skip
-        self._last = torch.from_numpy(counts - 1)
-        try:
-            # Padding may stand beyond the last position that the model knows.
-            places = torch.from_numpy(np.minimum(query, self.cache.max_length - 1))
-            return self._forward(plan, torch.from_numpy(tokens), places, visible)
-        finally:
-            self._last = None
+        # Padding may stand beyond the last position that the model knows.
+        places = torch.from_numpy(np.minimum(query, self.cache.max_length - 1))
+        last = (torch.arange(len(counts)), torch.from_numpy(counts - 1))
+        return self._forward(plan, torch.from_numpy(tokens), places, visible, last)
 
     def check_slots(self) -> None:
         """Prove that this model works in slots: compare prefill, continued prefill and decoding with an ordinary forward pass.

@@ -18,6 +18,7 @@ import numpy as np
 
 from sluice.errors import ConfigError, GenerationError
 from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
+from sluice.generation.dialogues import Dialogue, Dialogues
 from sluice.types import FinishReason, Logprobs, TokenIds
 
 
@@ -68,8 +69,8 @@ def answers(
 class NullHandle:
     """An open request of a `NullEngine`."""
 
-    __slots__ = ("_engine", "answer", "future", "is_cancelled", "is_seated", "length", "request", "settled", "spans", "started_at", "timer",
-                 "version")  # fmt: skip
+    __slots__ = ("_engine", "answer", "dialogue", "future", "is_cancelled", "is_seated", "length", "request", "settled", "spans",
+                 "started_at", "timer", "version")  # fmt: skip
 
     def __init__(
         self, engine: NullEngine, request: GenerationRequest, future: asyncio.Future[Generation], answer: Answer, length: int
@@ -78,6 +79,7 @@ class NullHandle:
         self.future = future
         self._engine = engine
         # Kept by the engine:
+        self.dialogue: Dialogue[NullHandle] | None = None  # None: it stands alone
         self.settled = -1  # tokens sampled in all, once it has ended
         self.answer = answer
         self.length = length  # tokens it gets if nobody cancels
@@ -115,7 +117,8 @@ class NullEngine:
     """Answers requests from a function; see the module.
 
     A request begins, under the weights of that moment, when it is seated: at its submit, or when a slot is free. Cancelling the future
-    instead of the handle changes nothing for the engine: the tokens are sampled and counted.
+    instead of the handle changes nothing for the engine: the tokens are sampled and counted. Of a dialogue nothing is kept but its name: at
+    rest it takes no slot.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class NullEngine:
         self._running: dict[NullHandle, None] = {}  # in the order in which they were seated
         self._waiting: OrderedDict[NullHandle, None] = OrderedDict()  # in order of arrival
         self._is_seating = False
+        self._dialogues: Dialogues[NullHandle] = Dialogues()
         self._stopped: GenerationError | None = None
 
     @property
@@ -161,19 +165,23 @@ class NullEngine:
         return self._settled[purpose] + sum(h.sampled_tokens for h in self._running if h.request.purpose == purpose)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing to tell."""
-        return {}
+        """`engine/dialogues`: open ones; none ever has to make room."""
+        return {"engine/dialogues": float(self._dialogues.open_count), "engine/dialogues_evicted": 0.0}
 
     def submit(self, request: GenerationRequest) -> NullHandle:
         """Take a request; needs a running event loop. An answer without latency resolves before this returns."""
         if self._stopped is not None:
             raise GenerationError(str(self._stopped)) from self._stopped.__cause__
         loop = asyncio.get_running_loop()
+        dialogue = None if request.dialogue_id is None else self._dialogues.find(request)
         answer = self._answer(request)
         length = len(answer.token_ids)
         if length > request.max_new_tokens:
             length = request.max_new_tokens
         handle = NullHandle(self, request, loop.create_future(), answer, length)
+        if dialogue is not None:
+            handle.dialogue = dialogue
+            self._dialogues.begin(dialogue, handle, request.prompt_ids)
         if self._max_slots is None or len(self._running) < self._max_slots:
             self._seat(handle, loop)
         else:
@@ -217,6 +225,12 @@ class NullEngine:
             loop.call_soon(self._end_cancelled, handle)
         else:
             loop.call_later(self._cancel_latency_s, self._end_cancelled, handle)
+
+    def end_dialogue(self, dialogue_id: int, purpose: Purpose = "train") -> None:
+        """Forget a dialogue and cancel its open request, as by its handle; unknown and ended ones are ignored."""
+        dialogue = self._dialogues.end(dialogue_id, purpose)
+        if dialogue is not None and dialogue.handle is not None:
+            self.cancel(dialogue.handle)
 
     def publish(self, state: Mapping[str, Any], version: int) -> None:
         """Take the version; the weights are not looked at."""
@@ -264,14 +278,20 @@ class NullEngine:
             error = GenerationError(str(reason))
             error.__cause__ = reason.__cause__
             self._fail(handle, error)
+        self._dialogues.clear()
 
     def _fail(self, handle: NullHandle, error: GenerationError) -> None:
-        self._settle(handle, handle.sampled_tokens)
+        self._settle(handle, handle.sampled_tokens, failure=str(error))
         if not handle.future.done() and not handle.future.get_loop().is_closed():
             handle.future.set_exception(error)
 
-    def _settle(self, handle: NullHandle, sampled: int) -> None:
+    def _settle(self, handle: NullHandle, sampled: int, failure: str | None = None) -> None:
         handle.settled = sampled
+        dialogue = handle.dialogue
+        if dialogue is not None:
+            dialogue.handle = None
+            dialogue.held += sampled
+            dialogue.failure = failure
         self._settled[handle.request.purpose] += sampled
         (self._running if handle.is_seated else self._waiting).pop(handle, None)  # one that needs no time was in neither
         if handle.timer is not None:
@@ -281,7 +301,7 @@ class NullEngine:
         if handle.settled >= 0:
             return
         answer, length = handle.answer, handle.length
-        self._settle(handle, length)
+        self._settle(handle, length, answer.error)
         if not handle.future.done():
             if answer.error is not None:
                 handle.future.set_exception(GenerationError(answer.error))

@@ -4,6 +4,9 @@ One daemon thread owns the model. It seats waiting requests in free slots, prefi
 seated ones together, and hands results to the event loops they came from. Whoever submits, cancels or publishes only leaves a note that
 the thread reads between two passes; nobody waits for a pass except `publish` and `close`.
 
+A dialogue comes to rest in its slot when a request of it ends, and its next request computes the new tokens only. When all slots are taken,
+a request that needs one gets that of the dialogue that has rested longest, whose tokens are put aside and prefilled anew when it goes on.
+
 With `on_weight_update: finish` a publish leaves live rows under the weights that began them: those stay in memory beside the new ones, as
 an edition of their own, and each edition that has rows decodes in a pass of its own, until its last row has ended.
 """
@@ -26,8 +29,11 @@ import torch
 from sluice.config.models import LoraConfig
 from sluice.errors import ConfigError, GenerationError, RequestRefused
 from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
+from sluice.generation.dialogues import Dialogue, Dialogues
+from sluice.generation.handle import Outcome, SlotHandle, call, reject, resolve
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
+from sluice.generation.prefill import Pace, plan_prefill
 from sluice.generation.rows import Index, RowTable
 from sluice.generation.sampling import has_probabilities, noise_key, sample, uniforms
 from sluice.generation.weights import Tensors, Weights
@@ -39,48 +45,6 @@ _PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _PREFILL_TOKENS = 2048  # computed by one prefill pass: bounds how long decoding rows, and a cancel, wait for it
 _MIN_TEMPERATURE = 1e-4  # below it, logits divided by it leave float32, and nothing but the most probable token is drawn anyway
 _CLOSE_TIMEOUT_S = 30.0  # a forward pass that lasts longer is left behind in its daemon thread
-
-
-class SlotHandle:
-    """An open request of a `SlotEngine`. Cancelling its future is taken as `cancel()`."""
-
-    __slots__ = ("_engine", "future", "is_cancelled", "is_seated", "loop", "request", "settled", "slot", "spans", "ticket")
-
-    def __init__(self, engine: SlotEngine, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
-        self.request = request
-        self.loop = loop
-        self.future: asyncio.Future[Generation] = loop.create_future()
-        self.future.add_done_callback(self._on_done)
-        self._engine = engine
-        # Kept by the engine:
-        self.slot = -1
-        self.ticket = -1  # where its tokens are counted while it is seated
-        self.is_seated = False  # has or had a slot
-        self.is_cancelled = False  # asked to stop
-        self.settled: int | None = None  # tokens sampled in all, once its outcome is decided, though perhaps still on the way to the loop
-        self.spans: list[Span] = []  # of the earlier weights it was under
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled for it so far."""
-        # Order matters: the engine sets the final number before it gives the ticket to another request.
-        live = self._engine.live_tokens(self.ticket) if self.is_seated else 0
-        return live if self.settled is None else self.settled
-
-    def cancel(self) -> None:
-        """Ask the engine to stop; returns at once.
-
-        A request that still waits for a slot resolves at once, with no tokens. One that is being decoded resolves after the forward pass
-        under way. One that had already ended by itself keeps its own finish reason.
-        """
-        self._engine.cancel(self)
-
-    def _on_done(self, future: asyncio.Future[Generation]) -> None:
-        if future.cancelled():
-            self.cancel()
-
-
-_Outcome = tuple[SlotHandle, Generation | GenerationError]
 
 
 class _Publish:
@@ -136,18 +100,23 @@ class SlotEngine:
         # Shared, under the lock. The engine's thread holds it for moments only, never during a pass.
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._dialogues: Dialogues[SlotHandle] = Dialogues()
         self._arriving: dict[asyncio.AbstractEventLoop, list[SlotHandle]] = {}  # submitted in the current iteration of their loop
-        self._waiting: deque[SlotHandle] = deque()  # in order of arrival; may hold settled ones
+        self._arrived: list[SlotHandle] = []  # in order; may hold settled ones, as the next
+        self._waiting: deque[SlotHandle] = deque()  # for a slot, in order of arrival
         self._cancels: list[SlotHandle] = []
+        self._ended: list[Dialogue[SlotHandle]] = []  # dialogues whose slots are to be freed
         self._publishes: list[_Publish] = []
         self._stopped: GenerationError | None = None  # why no request is taken any more
         # The engine thread's own. Counts are read by others.
-        self._rows: RowTable[SlotHandle] = RowTable(max_slots, max_length)
+        self._rows: RowTable[Dialogue[SlotHandle]] = RowTable(max_slots, max_length)
+        self._pace = Pace()
         self._live = np.zeros(max_slots, dtype=np.int64)  # by ticket: tokens sampled for a seated request
         self._tickets = list(range(max_slots - 1, -1, -1))
-        self._results: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
+        self._results: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
         self._sampled: dict[Purpose, int] = dict.fromkeys(_PURPOSES, 0)
-        self._metrics = dict.fromkeys(("prefill_passes", "prefill_tokens", "prefill_tokens_shared", "decode_passes", "busy_s"), 0.0)
+        names = ("prefill_passes", "prefill_tokens", "prefill_tokens_shared", "decode_passes", "dialogues_evicted", "busy_s")
+        self._metrics = dict.fromkeys(names, 0.0)
         atexit.register(self.close)  # a daemon thread inside torch does not survive the end of the interpreter
         threads_here = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="sluice-slot-engine", daemon=True)
@@ -175,9 +144,10 @@ class SlotEngine:
         """Load a model of the engine's own and start.
 
         path: folder written by save_pretrained. max_slots: requests in one forward pass, further ones wait. max_length: prompt and
-        response together, in tokens. threads: torch threads of the engine, None for torch's own choice. lora: add an adapter, and publish
-        only that. stop_token_ids: end tokens besides the model's own. on_weight_update: see `OnWeightUpdate`. on_publish: what
-        sequences that go on under new weights do: compute their keys and values again, or keep those of the old ones.
+        response together, of a dialogue all of them, in tokens. threads: torch threads of the engine, None for torch's own choice. lora:
+        add an adapter, and publish only that. stop_token_ids: end tokens besides the model's own. on_weight_update: see `OnWeightUpdate`.
+        on_publish: what sequences and dialogues that go on under new weights do: compute their keys and values again, or keep those of the
+        old ones.
         prefill_tokens: at most so many are computed between two decoding passes.
 
         Raises `ConfigError` for settings that do not fit the model, and for a folder whose model cannot be loaded or cannot work in slots.
@@ -191,11 +161,6 @@ class SlotEngine:
         ):
             if choice not in choices:
                 raise ConfigError(f"SlotEngine.load: {name} must be one of {', '.join(choices)}, got {choice!r}")
-        if on_weight_update == "finish" and on_publish == "keep":
-            raise ConfigError(
-                "SlotEngine.load: on_publish must be recompute with on_weight_update finish, got keep - no sequence changes its weights "
-                "then: leave it out, or set on_weight_update to continue or restart"
-            )
         net, weights = load_net(path, dtype=dtype, lora=lora)
         check_architecture(net, max_length)
         model = SlotModel(net, max_slots=max_slots, max_length=max_length)
@@ -219,12 +184,14 @@ class SlotEngine:
         return self._sampled[purpose]
 
     def metrics(self) -> dict[str, float]:
-        """What the thread has done so far: passes, prompt tokens computed and shared between siblings, seconds of work.
+        """What the thread has done so far: passes, prompt tokens computed and shared between siblings, dialogues that lost their slot to
+        others, seconds of work.
 
-        And `engine/versions_live`: sets of weights in memory now.
+        And, as they are now, `engine/versions_live`: sets of weights in memory; `engine/dialogues`: open ones.
         """
         live = 0 if self._model is None else len(self._weights.versions)
-        return {f"engine/{name}": value for name, value in self._metrics.items()} | {"engine/versions_live": float(live)}
+        now = {"engine/versions_live": float(live), "engine/dialogues": float(self._dialogues.open_count)}
+        return {f"engine/{name}": value for name, value in self._metrics.items()} | now
 
     def live_tokens(self, ticket: int) -> int:
         """Tokens sampled so far for the seated request with this ticket."""
@@ -234,13 +201,17 @@ class SlotEngine:
         """Take a request; needs a running event loop.
 
         Requests submitted in the same iteration of the loop reach the engine together, so that siblings share their prefill.
-        Raises `RequestRefused` when the request can never be served, `GenerationError` when the engine has stopped.
+        Raises `RequestRefused` when the request can never be served or its dialogue has an open one, `GenerationError` when the engine has
+        stopped or a request of its dialogue has failed.
         """
         self._check(request)
         loop = asyncio.get_running_loop()
         with self._lock:
             self._require_running()
-            handle = SlotHandle(self, request, loop)
+            dialogue = self._dialogues.find(request)
+            self._check_length(request, dialogue.held)
+            handle = SlotHandle(self, request, dialogue, loop)
+            self._dialogues.begin(dialogue, handle, request.prompt_ids)
             arriving = self._arriving.setdefault(loop, [])
             arriving.append(handle)
         if len(arriving) == 1:
@@ -258,6 +229,9 @@ class SlotEngine:
                 self._wake.set()
                 return
             handle.settled = 0
+            dialogue = handle.dialogue
+            dialogue.handle = None
+            dialogue.unseated.append(handle.request.prompt_ids)
         nothing = Generation(
             request_id=handle.request.request_id,
             token_ids=np.empty(0, dtype=np.int64),
@@ -266,9 +240,25 @@ class SlotEngine:
             policy_version=self._version,
         )
         if asyncio._get_running_loop() is handle.loop:
-            _resolve([(handle, nothing)])
+            resolve([(handle, nothing)])
         else:
-            _call(handle.loop, _resolve, [(handle, nothing)])
+            call(handle.loop, resolve, [(handle, nothing)])
+
+    def end_dialogue(self, dialogue_id: int, purpose: Purpose = "train") -> None:
+        """Free what is kept of a dialogue, and cancel its open request; returns at once. Its number may be used again.
+
+        Unknown and ended ones are ignored.
+        """
+        with self._lock:
+            dialogue = self._dialogues.end(dialogue_id, purpose)
+            if dialogue is None:
+                return
+            handle = dialogue.handle
+        if handle is not None:
+            self.cancel(handle)
+        with self._lock:
+            self._ended.append(dialogue)  # after its cancel, so that no request of it is open when the engine comes to it
+        self._wake.set()
 
     def publish(self, state: Mapping[str, Any], version: int) -> None:
         """Put new weights in place, between two forward passes; returns when they are.
@@ -316,11 +306,6 @@ class SlotEngine:
                 f"{name}: prompt_ids must lie within 0 .. {self._vocab_size - 1}, got {low if low < 0 else high} - tokenizer and model do "
                 f"not belong together"
             )
-        if request.max_new_tokens < 1 or len(prompt) + request.max_new_tokens > self._max_length:
-            raise RequestRefused(
-                f"{name}: prompt and max_new_tokens (at least 1) must fit into max_length {self._max_length}, got {len(prompt)} + "
-                f"{request.max_new_tokens} - load the engine with a larger max_length, or ask for less"
-            )
         if not (request.temperature == 0 or _MIN_TEMPERATURE <= request.temperature < math.inf):
             raise RequestRefused(
                 f"{name}: temperature must be 0 (most probable token) or at least {_MIN_TEMPERATURE}, got {request.temperature}"
@@ -328,9 +313,18 @@ class SlotEngine:
         if request.purpose not in _PURPOSES:
             raise RequestRefused(f"{name}: purpose must be one of {', '.join(_PURPOSES)}, got {request.purpose!r}")
 
+    def _check_length(self, request: GenerationRequest, held: int) -> None:
+        new = len(request.prompt_ids), request.max_new_tokens
+        if new[1] < 1 or held + sum(new) > self._max_length:
+            of_dialogue = f" after the {held} tokens that dialogue {request.dialogue_id} holds" if held else ""
+            raise RequestRefused(
+                f"request {request.request_id}: prompt and max_new_tokens (at least 1) must fit into max_length {self._max_length}, got "
+                f"{new[0]} + {new[1]}{of_dialogue} - load the engine with a larger max_length, or ask for less"
+            )
+
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._waiting.extend(self._arriving.pop(loop, ()))
+            self._arrived.extend(self._arriving.pop(loop, ()))
             for other in [other for other in self._arriving if other.is_closed()]:
                 del self._arriving[other]  # it ended before its requests set out
         self._wake.set()
@@ -369,108 +363,144 @@ class SlotEngine:
             if self._stopped is not None:
                 return
             cancels, self._cancels = self._cancels, []
-        self._carry_out(cancels)  # first: for a row that ends here no weights have to be kept
+            ended, self._ended = self._ended, []
+        self._carry_out(cancels, ended)  # first: for a row that ends here no weights have to be kept
         self._take_weights()
-        self._seat_waiting()
+        self._seat()
         rows = self._rows
-        if not rows.count:
+        if not rows.open_count:
             self._wake.wait()
             return
         started = perf_counter()
-        if rows.count > rows.ready:
+        if self._pace.is_due(rows):
             self._prefill()
-        if rows.ready:
-            self._decode()
+        self._decode()
         self._metrics["busy_s"] += perf_counter() - started
 
     def _take_weights(self) -> None:
         with self._lock:
             publishes, self._publishes = self._publishes, []
+        if not publishes:
+            return
+        rows, weights, is_kept = self._rows, self._weights, self._on_publish == "keep"
+        go_over = self._on_weight_update != "finish"
         try:
             for order in publishes:
-                if self._on_weight_update == "finish":
-                    self._weights.put(order.tensors, order.version, beside=self._rows.has_begun(self._weights.newest))
-                    self._rows.renew(self._weights.newest)
-                else:
+                if go_over:
                     self._note_spans()
-                    self._weights.put(order.tensors, order.version, beside=False)
-                    if self._on_publish == "recompute":
-                        self._rows.forget_cache()
+                weights.put(order.tensors, order.version, beside=not go_over and rows.needs(weights.newest))
+                rows.change_weights(edition=weights.newest, under_way=go_over, keep=is_kept)
                 self._version = order.version
                 order.done.set()
         except BaseException:
             with self._lock:
                 self._publishes.extend(order for order in publishes if not order.done.is_set())  # whoever waits must be told
             raise
+        self._tidy(() if is_kept else self._put_aside(rows.resting()))
 
     def _note_spans(self) -> None:
-        """Write down which tokens of the live rows are of the weights that leave now."""
+        """Write down which tokens of the open requests are of the weights that leave now."""
         rows = self._rows
-        sampled = (rows.length - rows.prompt_length)[: rows.count].tolist()
-        for handle, count in zip(rows.owners, sampled, strict=True):
+        for row in np.flatnonzero(rows.is_open[: rows.count]).tolist():
+            handle = _open_request(rows.owners[row])
+            count = int(rows.length[row] - rows.prompt_length[row])
             if count > (handle.spans[-1].sampled if handle.spans else 0):
                 handle.spans.append(Span(self._version, count))
 
-    def _carry_out(self, cancels: list[SlotHandle]) -> None:
-        live = [handle for handle in cancels if handle.settled is None]
-        if live:
-            for handle in live:
-                self._finish(handle.slot, "cancelled")
-            self._remove([handle.slot for handle in live])
+    def _carry_out(self, cancels: list[SlotHandle], ended: list[Dialogue[SlotHandle]]) -> None:
+        slots = [handle.dialogue.slot for handle in cancels if handle.settled is None]
+        for slot in slots:
+            self._finish(slot, "cancelled")
+        self._let_go(np.array(slots, dtype=np.int64))
+        resting = [dialogue.slot for dialogue in ended if dialogue.slot >= 0]
+        if resting:
+            self._tidy(resting)
 
-    def _seat_waiting(self) -> None:
-        rows = self._rows
-        if rows.count == self._max_slots or not self._waiting:
+    def _seat(self) -> None:
+        """Give slots to requests: that of its dialogue to one that continues, and to others free ones, or those of dialogues at rest."""
+        if not self._arrived and not self._waiting:
             return
+        rows = self._rows
         with self._lock:
-            while self._waiting and rows.count < self._max_slots:
-                handle = self._waiting.popleft()
-                if handle.settled is not None:
-                    continue
-                request = handle.request
-                ticket = self._tickets.pop()
-                self._live[ticket] = 0
-                slot = rows.add(
-                    handle, request.prompt_ids, max_new=request.max_new_tokens, temperature=request.temperature,
-                    noise_key=noise_key(request.seed), edition=self._weights.newest, ticket=ticket,
-                    account=_PURPOSES.index(request.purpose),
-                )  # fmt: skip
-                handle.slot, handle.ticket, handle.is_seated = slot, ticket, True
+            for handle in self._arrived:
+                if handle.settled is None and handle.dialogue.slot >= 0:
+                    dialogue, request = handle.dialogue, handle.request
+                    rows.go_on(dialogue.slot, dialogue.take_unseated(request.prompt_ids), **self._terms(handle))
+                else:
+                    self._waiting.append(handle)
+            self._arrived.clear()
+            resting: list[int] | None = None
+            while self._waiting:
+                handle = self._waiting[0]
+                slot = None
+                if handle.settled is None:
+                    if rows.count == self._max_slots:
+                        if resting is None:
+                            resting = rows.resting()[::-1].tolist()
+                        if not resting:
+                            return
+                        slot = resting.pop()
+                        self._put_aside([slot])
+                        self._metrics["dialogues_evicted"] += 1
+                    dialogue = handle.dialogue
+                    tokens = dialogue.take_unseated(handle.request.prompt_ids)
+                    dialogue.slot = rows.seat(dialogue, tokens, edition=self._weights.newest, slot=slot, **self._terms(handle))
+                self._waiting.popleft()
+
+    def _terms(self, handle: SlotHandle) -> dict[str, Any]:
+        """What a row has to know of a request that gets its slot now."""
+        request = handle.request
+        handle.ticket = self._tickets.pop()
+        self._live[handle.ticket] = 0
+        handle.is_seated = True
+        return {
+            "max_new": request.max_new_tokens, "temperature": request.temperature, "noise_key": noise_key(request.seed),
+            "ticket": handle.ticket, "account": _PURPOSES.index(request.purpose),
+        }  # fmt: skip
+
+    def _put_aside(self, slots: Sequence[int] | Index) -> Sequence[int] | Index:
+        """Take the tokens of dialogues at rest out of their slots, which others may have then. Returns the slots."""
+        rows = self._rows
+        for slot in slots:
+            dialogue = rows.owners[slot]
+            dialogue.slot = -1
+            dialogue.unseated.insert(0, rows.tokens[slot, : rows.length[slot]].copy())
+        return slots
 
     def _prefill(self) -> None:
         assert self._model is not None
         rows = self._rows
-        plan = rows.plan_prefill(self._prefill_tokens)
+        plan = plan_prefill(rows, self._prefill_tokens)
         starts = rows.cached[plan.leaders]
         columns = np.minimum(starts[:, None] + np.arange(int(plan.counts.max())), self._max_length - 1)
         tokens = rows.tokens[plan.leaders[:, None], columns]
         edition = int(rows.edition[plan.rows[0]])
         self._weights.use(edition)
         logits = self._model.prefill(tokens, plan.counts, starts, plan.rows, plan.leaders, plan.leader_of)
-        rows.cached[plan.rows] += plan.counts[plan.leader_of]
+        counts = plan.counts[plan.leader_of]
+        rows.stored(plan.rows, counts, is_complete=plan.is_complete)
         computed = int(plan.counts.sum())
         self._metrics["prefill_passes"] += 1
         self._metrics["prefill_tokens"] += computed
-        self._metrics["prefill_tokens_shared"] += int(plan.counts[plan.leader_of].sum()) - computed
+        self._metrics["prefill_tokens_shared"] += int(counts.sum()) - computed
         if plan.is_complete:
-            rows.ready += len(plan.rows)
             self._append(plan.rows, logits[torch.from_numpy(plan.leader_of)], edition)
         else:
             broken = plan.rows[~has_probabilities(logits)[plan.leader_of]]
             self._fail(broken, edition)
-            self._remove(broken)
+            self._let_go(broken)
 
     def _decode(self) -> None:
         assert self._model is not None
         rows = self._rows
-        for edition, first, end in reversed(rows.stretches()):  # rows that end move later rows only
-            self._weights.use(edition)
-            slots = np.arange(first, end)
+        for stretch in reversed(rows.stretches()):  # rows that end move later rows only
+            self._weights.use(stretch.edition)
+            slots = np.arange(stretch.first, stretch.end)
             at = rows.cached[slots]
-            logits = self._model.decode(rows.tokens[slots, at], at, first)
-            rows.cached[slots] += 1
+            logits = self._model.decode(rows.tokens[slots, at], at, stretch.first, stretch.rows)
+            rows.cached[stretch.rows] += 1
             self._metrics["decode_passes"] += 1
-            self._append(slots, logits, edition)
+            self._append(stretch.rows, logits, stretch.edition)
 
     def _append(self, slots: Index, logits: torch.Tensor, edition: int) -> None:
         """Sample one token for each of the slots, and let go of the rows that end with it or cannot be sampled. logits [R, V]"""
@@ -489,29 +519,28 @@ class SlotEngine:
         ended = np.flatnonzero(is_stop | (rows.length[slots] >= rows.limit[slots]))
         for row in ended.tolist():
             self._finish(int(slots[row]), "stop" if is_stop[row] else "length")
-        self._remove(np.concatenate([slots[ended], broken]))
+        self._let_go(np.concatenate([slots[ended], broken]))
 
     def _fail(self, slots: Index, edition: int) -> None:
-        """Settle requests whose logits are not finite. The slots themselves are freed by `_remove`."""
+        """Settle requests whose logits are not finite. `_let_go` must follow."""
         assert self._model is not None
         for slot in slots.tolist():
-            handle = self._rows.owners[slot]
-            self._settle(
-                handle,
-                handle.sampled_tokens,
-                GenerationError(
-                    f"request {handle.request.request_id}: logits must be finite, but the weights of version "
-                    f"{self._weights.versions[edition]} give NaN or infinity - they have diverged, or dtype is too narrow for them: lower "
-                    f"the learning rate, or load the engine in float32"
-                ),
+            dialogue = self._rows.owners[slot]
+            handle = _open_request(dialogue)
+            error = GenerationError(
+                f"request {handle.request.request_id}: logits must be finite, but the weights of version "
+                f"{self._weights.versions[edition]} give NaN or infinity - they have diverged, or dtype is too narrow for them: lower "
+                f"the learning rate, or load the engine in float32"
             )
+            dialogue.failure = str(error)
+            self._settle(handle, handle.sampled_tokens, error)
         if len(slots):
             self._model.cache.clear(slots)
 
     def _finish(self, slot: int, reason: FinishReason) -> None:
-        """Settle the request in a slot. The slot itself is freed by `_remove`."""
+        """Settle the request in a slot. `_let_go` must follow."""
         rows = self._rows
-        handle = rows.owners[slot]
+        handle = _open_request(rows.owners[slot])
         token_ids, logprobs = rows.sampled(slot)
         version, token_versions = versions_of([*handle.spans, Span(self._weights.versions[int(rows.edition[slot])], len(token_ids))])
         generation = Generation(
@@ -526,27 +555,44 @@ class SlotEngine:
 
     def _settle(self, handle: SlotHandle, sampled: int, outcome: Generation | GenerationError) -> None:
         handle.settled = sampled
+        handle.dialogue.held += sampled
+        handle.dialogue.handle = None
         self._tickets.append(handle.ticket)
         self._results.setdefault(handle.loop, []).append((handle, outcome))
 
-    def _remove(self, slots: Sequence[int] | Index) -> None:
-        """Free the slots of settled requests, and send what they got."""
+    def _let_go(self, slots: Index) -> None:
+        """Let dialogues whose requests are settled come to rest, free the slots of those that have ended, and send what they got."""
         if not len(slots):
             return
+        rows, newest = self._rows, self._weights.newest
+        stays = np.array([not (rows.owners[slot].is_ended or rows.owners[slot].failure) for slot in slots.tolist()])
+        leaving = slots[~stays]
+        resting = slots[stays]
+        is_stale = rows.edition[resting] != newest
+        rows.rest(resting, edition=newest)
+        if self._on_publish == "recompute" and is_stale.any():
+            leaving = np.concatenate([leaving, np.asarray(self._put_aside(resting[is_stale]))])
+        if len(leaving) or is_stale.any():
+            self._tidy(leaving)
+        self._deliver()
+
+    def _tidy(self, leaving: Sequence[int] | Index) -> None:
+        """Free slots, move the rows that must move, and free weights that no request needs any more."""
         assert self._model is not None
-        moves, moved = self._rows.remove(slots)
-        for slot, handle in moved:
-            handle.slot = slot
+        for slot in leaving:
+            self._rows.owners[slot].slot = -1
+        moves, moved = self._rows.tidy(leaving)
+        for slot, dialogue in moved:
+            dialogue.slot = slot
         if moves is not None:
             self._model.cache.move(torch.from_numpy(moves.sources), torch.from_numpy(moves.targets), moves.length)
         if len(self._weights.versions) > 1:
             self._weights.keep(set(self._rows.edition[: self._rows.count].tolist()))
-        self._deliver()
 
     def _deliver(self) -> None:
         """Send what was settled since the last call to the loops it belongs to: one call per loop."""
         for loop, results in self._results.items():
-            _call(loop, _resolve, results)
+            call(loop, resolve, results)
         self._results.clear()
 
     def _fail_all(self) -> None:
@@ -554,9 +600,14 @@ class SlotEngine:
         assert self._stopped is not None
         with self._lock:
             arriving = [handle for handles in self._arriving.values() for handle in handles]
-            open_handles = [handle for handle in (*self._rows.owners, *self._waiting, *arriving) if handle.settled is None]
+            seated = [dialogue.handle for dialogue in self._rows.owners if dialogue.handle is not None]
+            given = dict.fromkeys((*seated, *self._waiting, *self._arrived, *arriving))  # once each: the thread may have broken anywhere
+            open_handles = [handle for handle in given if handle.settled is None]
             self._waiting.clear()
+            self._arrived.clear()
             self._arriving.clear()
+            self._dialogues.clear()
+            self._ended.clear()
             publishes, self._publishes = self._publishes, []
             for handle in open_handles:
                 handle.settled = handle.sampled_tokens
@@ -565,7 +616,7 @@ class SlotEngine:
         for handle in open_handles:
             failed.setdefault(handle.loop, []).append(handle)
         for loop, batch in failed.items():
-            _call(loop, _reject, batch, self._stopped)
+            call(loop, reject, batch, self._stopped)
         for order in publishes:
             order.error = self._stopped
             order.done.set()
@@ -574,26 +625,6 @@ class SlotEngine:
         self._rows = RowTable(0, 0)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-        pass
-
-
-def _resolve(results: list[_Outcome]) -> None:
-    for handle, outcome in results:
-        if handle.future.done():
-            continue
-        if isinstance(outcome, GenerationError):
-            handle.future.set_exception(outcome)
-        else:
-            handle.future.set_result(outcome)
-
-
-def _reject(handles: list[SlotHandle], reason: GenerationError) -> None:
-    for handle in handles:
-        if not handle.future.done():
-            error = GenerationError(str(reason))
-            error.__cause__ = reason.__cause__
-            handle.future.set_exception(error)
+def _open_request(dialogue: Dialogue[SlotHandle]) -> SlotHandle:
+    assert dialogue.handle is not None, f"dialogue {dialogue.key} in slot {dialogue.slot} has no open request"
+    return dialogue.handle
