@@ -19,6 +19,7 @@ from sluice.config.models import AdvantageConfig, TrainerConfig
 from sluice.config.reading import parse_document
 from sluice.errors import ConfigError
 from tests.config.recipes import TEXT, problems_of, smallest, write
+from tests.config.values import FOREIGN, TEXTS, VALUES, WRONG, WRONG_VALUES, paths_of
 
 # ---------------------------------------------------------------- properties
 
@@ -50,13 +51,6 @@ NEW = {  # every key of asynchrony, of the mix, of the guard and of your own loo
     "guard": {"max_filter_ratio": {"invalid": 0.1, "low_information": 0.75}, "scope": "window", "window": 50, "policy": "wait"},
     "trainer": {"max_steps": 10, "learning_rate": 0.001, "save_every_steps": 5, "keep_checkpoints": 3, "stale_tokens": "mask"},
 }
-
-TRICKY = st.sampled_from(
-    ["on", "off", "yes", "no", "1e-3", "010", "0x1f", "null", "~", "", "1:30", "2024-01-01", "<<", "a: b", "#", "é", " x", "-", "=", "!t"]
-)
-TEXTS = TRICKY | st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=8)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=6)
 
 
 @given(
@@ -104,22 +98,12 @@ def test_the_keys_of_asynchrony_mix_and_guard_load_again_too(limit: Any, share: 
     assert parse_config(again) == config
 
 
-def _paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path for key, inner in items for path in [(*above, key), *_paths(inner, (*above, key))]]
-
-
-WRONG_VALUES = [None, True, -1, 0, 1.5, 1e400, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "3", [[]], [{}], {"type": 3}, {1: 2}]
-WRONG = st.sampled_from(WRONG_VALUES)
-FOREIGN = ("Input should", "pydantic", "another value", "a value", "constrained", "literal[", "[key]")  # words of others
-
-
 @given(picks=st.lists(st.tuples(st.integers(0, 10_000), WRONG, st.booleans()), min_size=1, max_size=4))
 def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[int, Any, bool]]) -> None:
     config = parse_config(smallest(**NEW, model__lora={}, rewards__math__response_filter_config={"type": "length"}))
     data = yaml.safe_load(to_yaml(config))
     for pick, value, is_new in picks:
-        paths = _paths(data)
+        paths = paths_of(data)
         path = paths[pick % len(paths)] if paths else ("exp_name",)
         owner = data
         for part in path[:-1]:
@@ -139,7 +123,7 @@ def test_whatever_is_wrong_the_error_is_ours_and_in_our_words(picks: list[tuple[
 def test_every_wrong_value_of_every_new_key_is_told_in_our_words_at_its_key() -> None:
     data = smallest(**NEW)
     sections = [
-        *_paths({"guard": NEW["guard"], "resampling": NEW["resampling"]}),
+        *paths_of({"guard": NEW["guard"], "resampling": NEW["resampling"]}),
         ("trainer", "stale_tokens"),
         ("trainer", "keep_checkpoints"),
     ]

@@ -1,4 +1,4 @@
-"""Settings that exclude each other, and settings without effect."""
+"""An RLVR run: settings that exclude each other, and settings without effect."""
 
 from __future__ import annotations
 
