@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
 import numpy as np
 
@@ -434,3 +436,91 @@ class MachinePlayer:
             age = batch.step - min(group.start_step, group.policy_version)
             assert age <= config.domain_staleness.get(group.task.domain, config.staleness)
         assert len({group.group_id for group in batch.groups}) == len(batch.groups)
+
+
+# ---------------------------------------------------------------- trajectories
+
+
+class LossyTokenizer:
+    """One token per character, but with two tokens for every lower-case letter, which both read as that letter.
+
+    Whoever decodes and encodes again gets other tokens: tests see it.
+    """
+
+    eos_token_id = 1
+    all_special_tokens = ("<pad>", "<end>")
+    SECOND = 1_000_000  # this much above a letter's first token
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        ids: list[int] = []
+        while text:
+            if text.startswith("<end>"):
+                ids.append(self.eos_token_id)
+                text = text[5:]
+            else:
+                ids.append(ord(text[0]) + 2)
+                text = text[1:]
+        return ids
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return "".join(chr(token % self.SECOND - 2) for token in token_ids if token >= 2)
+
+    def written(self, text: str) -> list[int]:
+        """A way to write a text that is not how it is encoded."""
+        return [token + self.SECOND if "a" <= chr(token - 2) <= "z" else token for token in self.encode(text, add_special_tokens=False)]
+
+
+@dataclass(kw_only=True)
+class ScriptedEnvironment:
+    """A problem of `length` steps, which the action "win" solves at once. What is to go wrong is said by `faults`, or by an action.
+
+    faults: "reset" or "step" -> what happens there: "raise", "exit", "types" (a wrong answer), "hang" (in a thread).
+    """
+
+    length: int = 3
+    faults: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[str, ...] | None = ("go north", "look", "win")
+    info: Mapping[str, object] = field(default_factory=dict)  # added to every info
+    same_problem: bool = True  # whether the problem depends on the seed alone
+    ends: bool = True
+    lives: ClassVar[int] = 0
+    actions: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ScriptedEnvironment.lives += 1
+        self.seed = self.steps = 0
+        self.number = ScriptedEnvironment.lives
+
+    def reset(self, seed: int) -> tuple[str, Mapping[str, object]]:
+        self.seed, self.steps = seed, 0
+        self._maybe_fail("reset")
+        return f"room {seed % 97}", self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, object]]:
+        self.actions.append(action)
+        self._maybe_fail("step")
+        self.steps += 1
+        is_won = action == "win"
+        is_over = self.ends and self.steps >= self.length
+        return f"after {action[:20]}", 1.0 if is_won else 0.25, is_won, is_over and not is_won, self._info()
+
+    def close(self) -> None:
+        pass
+
+    def _info(self) -> dict[str, object]:
+        problem = self.seed if self.same_problem else self.number
+        commands = {} if self.commands is None else {"admissible_commands": list(self.commands)}
+        return {"env_id": f"problem {problem}", "task_type": "rooms", **commands, **self.info}
+
+    def _maybe_fail(self, call: str) -> None:
+        match self.faults.get(call):
+            case "raise":
+                raise ValueError(f"broken in {call}")
+            case "exit":
+                raise SystemExit(3)
+            case "types":
+                self._info = lambda: {"progress": "much"}  # type: ignore[method-assign]
+            case "hang":
+                time.sleep(1.0)

@@ -139,9 +139,8 @@ async def close(shell: LocalShell) -> None:
     assert asyncio.get_running_loop().time() - started <= CLOSE_GRACE_S
     everything_left(shell)
     assert shell.engine.open_requests == 0  # type: ignore[attr-defined]
-    assert not shell._members
-    assert not shell._attempts
-    assert not shell._let_go
+    assert not shell.in_flight()
+    assert not shell.late.pending()
 
 
 async def fill(shell: LocalShell, batches: int = 1, groups: int = 2) -> list[Any]:

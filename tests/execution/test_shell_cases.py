@@ -385,9 +385,9 @@ def test_whatever_new_weights_do_to_responses_the_ledger_equals_the_engine_and_a
 def test_filters_of_the_configuration_are_those_of_the_shell() -> None:
     async def main() -> None:
         response = FilterConfig(type="reward_range", filter_args={"low": 0.0, "high": 1.0})
-        shell = make_shell(group_size=2, engine=latencies())
+        scorer = FunctionScorer(lambda call: reward(9.0) if call == 0 else reward(float(call % 2)))
+        shell = make_shell(group_size=2, engine=latencies(), scorer=scorer)
         shell.scheduler.filters = make_filters(STD_FILTER, response, group_size=2)
-        shell.scorer = FunctionScorer(lambda call: reward(9.0) if call == 0 else reward(float(call % 2)))
         batch, _ = await shell.next_batch(1)
         assert len(batch.groups[0].rollouts) == 2
         assert shell.scheduler.ledger.attempts["rejected"] == 1

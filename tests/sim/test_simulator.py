@@ -213,10 +213,10 @@ def test_a_scheduler_with_a_bug_is_found_with_its_story_and_the_command_that_rep
 
 
 def test_a_bug_of_the_shell_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sluice.execution import LocalShell
+    from sluice.execution.responses import ResponsePlayer
 
-    stop = LocalShell._stop
-    monkeypatch.setattr(LocalShell, "_stop", lambda self, member: stop(self, member) + 1)
+    cancel = ResponsePlayer.cancel
+    monkeypatch.setattr(ResponsePlayer, "cancel", lambda *args: None if (tokens := cancel(*args)) is None else tokens + 1)
     told = r"the ledger accounts for[\s\S]*repeat it with: sluice simulate --seed \d+ --player shell"
     with pytest.raises(SimulationFailure, match=told):
         any(map(partial(simulate, player="shell"), range(100)))

@@ -38,6 +38,10 @@ class InlineRunner:
             answer = self._call("step", action) if self._episode.is_open else no_episode("step", self.name)
         return cast(EnvStep | EnvFault, self._ended(answer))
 
+    def leave(self) -> None:
+        """End the episode."""
+        self._episode.is_open = False
+
     async def close(self) -> None:
         """Close the environment."""
         self._closed = True

@@ -464,6 +464,12 @@ class PooledRunner:
         finally:
             self._is_busy = False
 
+    def leave(self) -> None:
+        """End the episode and give the worker back."""
+        self._episode.is_open = False
+        if not self._is_busy:
+            self._let_go()
+
     async def close(self) -> None:
         """Give the worker back."""
         self._closed = True

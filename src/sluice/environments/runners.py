@@ -50,6 +50,9 @@ class Runner(Protocol):
     async def step(self, action: str) -> EnvStep | EnvFault:
         """Act, within `step_timeout_s`."""
 
+    def leave(self) -> None:
+        """The episode is wanted no more: give back what is held for it. Nothing happens when none is open."""
+
     async def close(self) -> None:
         """Give everything back. Bounded in time, idempotent; a call that is under way ends as `env_closed`."""
 

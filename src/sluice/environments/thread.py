@@ -51,6 +51,10 @@ class ThreadRunner:
             return cast(EnvStep | EnvFault, self._ended((closed if self._closed else no_episode)("step", self.name)))
         return cast(EnvStep | EnvFault, await self._call("step", action))
 
+    def leave(self) -> None:
+        """End the episode."""
+        self._episode.is_open = False
+
     async def close(self) -> None:
         """End the thread; one that is in a call is abandoned at once, one that does not close its environment after `CLOSE_LIMIT_S`."""
         self._closed = True

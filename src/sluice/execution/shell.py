@@ -3,8 +3,7 @@
 | part | consumes | waits for | unblocked by |
 |---|---|---|---|
 | `next_batch` | DeliverBatch or Fail | the batch being full | the last member of the last group needed, a bound, or `close` |
-| a member generating | LaunchMember | its generation | the engine's future, a CancelMember |
-| a member being scored | a generation | its score | the scorer's answer (time-limited), a CancelMember |
+| a member | LaunchMember | what its player waits for | see responses.py and trajectories.py; a CancelMember |
 | a user-defined loop | RunLoop | its generations and scores | engine and scorer, a CancelLoop |
 | the timer | WakeAt | its time | the clock, a later WakeAt, `close` |
 
@@ -21,10 +20,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol
 
-from sluice.errors import LoopError, RequestRefused, ResampleError, SluiceError
+from sluice.errors import LoopError, ResampleError, SluiceError
 from sluice.execution.loops import Attempt, LoopContext, RolloutLoop, play
-from sluice.execution.member import single_turn_rollout
-from sluice.generation.base import Engine, Generation, GenerationHandle, GenerationRequest
+from sluice.execution.players import LateTokens, Player
+from sluice.execution.responses import ResponsePlayer
+from sluice.generation.base import Engine, GenerationHandle
 from sluice.rewards.base import Scorer
 from sluice.scheduler import Scheduler
 from sluice.scheduler import events as ev
@@ -53,20 +53,6 @@ class Journal(Protocol):
         """Something a person should know. level: "warning" or "error"."""
 
 
-class _Member:
-    """One attempt under way."""
-
-    __slots__ = ("counted_tokens", "handle", "launch", "score_task", "started_at", "version")
-
-    def __init__(self, launch: ev.LaunchMember, handle: GenerationHandle, started_at: float, version: int) -> None:
-        self.version = version  # of the weights when it was submitted; kept only where members restart with new ones
-        self.launch = launch
-        self.handle = handle
-        self.started_at = started_at
-        self.score_task: asyncio.Task[None] | None = None
-        self.counted_tokens = -1  # tokens told to the machine when it was cancelled; -1: it was not
-
-
 class LocalShell:
     """Owns one machine and plays its instructions. All methods run on the event loop on which it was made."""
 
@@ -76,30 +62,43 @@ class LocalShell:
         scheduler: Scheduler,
         source: TaskSource,
         engine: Engine,
-        scorer: Scorer,
         journal: Journal,
-        decode: Callable[[TokenIds], str],
-        response_length: int,
-        temperature: float,
+        player: Player | None = None,
+        scorer: Scorer | None = None,
+        decode: Callable[[TokenIds], str] | None = None,
+        response_length: int | None = None,
+        temperature: float | None = None,
         on_change: Callable[[], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
         user_loop: RolloutLoop | None = None,
         encode: Callable[[str], TokenIds] | None = None,
     ) -> None:
-        """user_loop: makes every group, where the machine's `has_user_loop` says so. encode: text to token ids, for such loops."""
+        """player: makes members; None: each is a single response, for which scorer, decode, response_length and temperature are needed.
+
+        user_loop: makes every group of single responses, where the machine's `has_user_loop` says so. encode: text to token ids, for such
+        loops.
+        """
+        if player is None:
+            if scorer is None or decode is None or response_length is None or temperature is None:
+                raise SluiceError("a shell without a player needs scorer, decode, response_length and temperature for single responses")
+            self.scorer = scorer
+            self.decode = decode
+            self.response_length = response_length
+            self.temperature = temperature
+            player = ResponsePlayer(engine=engine, scorer=scorer, decode=decode, response_length=response_length, temperature=temperature)
+        elif user_loop is not None:
+            raise SluiceError("expected a player or a user-defined rollout loop, got both - a loop makes groups of single responses")
         self.scheduler = scheduler
         self.source = source
         self.engine = engine
-        self.scorer = scorer
         self.journal = journal
-        self.decode = decode
         self.encode = encode
-        self.response_length = response_length
-        self.temperature = temperature
+        self.late = LateTokens(self.tell)
+        self._player = player
+        player.bind(self)
         self._on_change = on_change  # called after a group left or a batch was delivered
         self._on_warning = on_warning
         self._loop = asyncio.get_running_loop()
-        self._members: dict[int, _Member] = {}
         self._restarts = scheduler.config.on_weight_update == "restart"
         self._user_loop = user_loop
         self._contexts: dict[int, LoopContext] = {}  # group_id -> what its loop works with
@@ -109,8 +108,6 @@ class LocalShell:
         self._loop_counts = dict.fromkeys(("groups", "attempts", "generating_s", "scoring_s"), 0.0)  # of loops, finished attempts
         self._refused: dict[int, Failure] = {}  # attempt_id -> why the engine will never serve it; the machine is told next
         self._timer: asyncio.TimerHandle | None = None
-        self._let_go: set[_Member] = set()  # cancelled while generating, the engine has not settled them
-        self._cancelled_scores: set[asyncio.Task[None]] = set()  # have not ended yet
         self._batch: asyncio.Future[tuple[Batch, Mapping[str, float]]] | None = None
         self._filling = 0  # groups of the batch that the machine is filling; 0: none
         self._ready: tuple[Batch, Mapping[str, float]] | None = None  # filled when nobody waited any more
@@ -168,11 +165,7 @@ class LocalShell:
 
     def weights_updated(self, version: int) -> None:
         """The engine samples with these weights from now on."""
-        generating: tuple[int, ...] = ()
-        if self._restarts:
-            generating = tuple(
-                [attempt_id for attempt_id, one in self._members.items() if one.score_task is None and one.version < version]
-            )
+        generating = self._player.generating(version) if self._restarts else ()
         self.tell(ev.WeightsUpdated(version=version, generating=generating))
 
     def _take_version(self) -> None:
@@ -182,13 +175,15 @@ class LocalShell:
 
     def state_dict(self) -> dict[str, Any]:
         """Scheduler and tasks as plain data and numpy arrays, taken in one moment. See `Scheduler.state_dict`; the source has its own."""
-        in_flight = {attempt_id: one.handle.sampled_tokens for attempt_id, one in self._members.items()}
-        in_flight.update({attempt_id: attempt.sampled_tokens for attempt_id, attempt in self._attempts.items()})
-        scheduler = self.scheduler.state_dict(in_flight, self._loop.time())
-        scheduler["ledger"]["tokens"]["late"] += sum([one.handle.sampled_tokens - one.counted_tokens for one in self._let_go])
+        scheduler = self.scheduler.state_dict(self.in_flight(), self._loop.time())
+        scheduler["ledger"]["tokens"]["late"] += self.late.untold
         source: Any = self.source
         outstanding = [(task_id, epoch) for task_id, epoch in scheduler["outstanding"]]
         return {"scheduler": scheduler, "tasks": source.state_dict(outstanding)}
+
+    def in_flight(self) -> dict[int, int]:
+        """Attempts under way -> tokens sampled for each so far."""
+        return {**self._player.in_flight(), **{attempt_id: attempt.sampled_tokens for attempt_id, attempt in self._attempts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
         """In a fresh shell with a fresh machine and source: go on where `state` was taken. tasks: by task_id."""
@@ -210,8 +205,7 @@ class LocalShell:
             self._shut_down()
             if self._timer is not None:
                 self._timer.cancel()
-        pending: list[asyncio.Future[Any]] = [member.handle.future for member in self._let_go]
-        pending += [*self._cancelled_scores, *self._loop_tasks.values()]
+        pending = [*self.late.pending(), *self._player.pending(), *self._loop_tasks.values()]
         if pending:
             await asyncio.wait(pending, timeout=CLOSE_GRACE_S)
         if self._loop_tasks:
@@ -255,8 +249,8 @@ class LocalShell:
             self._is_shut_down = True
             self.tell(ev.Shutdown())
             # What is left: members whose cancel is still to be carried out, or everything when the machine itself is broken.
-            for member in list(self._members.values()):
-                self._untold[member.launch.attempt_id] = self._stop(member)
+            for attempt_id in list(self._player.in_flight()):
+                self._untold[attempt_id] = self._player.cancel(attempt_id) or 0
             for attempt_id, attempt in list(self._attempts.items()):
                 self._untold[attempt_id] = attempt.let_go()
             self._attempts.clear()
@@ -342,90 +336,19 @@ class LocalShell:
         if self._contexts and launch.group_id in self._contexts:
             self._contexts[launch.group_id].answered(launch)  # the loop that asked for it plays it
             return
-        request = GenerationRequest(
-            request_id=launch.attempt_id,
-            prompt_ids=launch.task.prompt_ids,
-            max_new_tokens=self.response_length,
-            temperature=self.temperature,
-            seed=launch.seed,
-        )
-        try:
-            handle = self.engine.submit(request)
-        except RequestRefused as error:
-            detail = f"{type(error).__name__}: {error}"
-            self._refused[launch.attempt_id] = Failure(cause="infrastructure", reason="request_refused", detail=detail)
-            return
-        member = _Member(launch, handle, self._loop.time(), self.engine.policy_version if self._restarts else 0)
-        self._members[launch.attempt_id] = member
-        handle.future.add_done_callback(partial(self._generated, member))
-
-    def _generated(self, member: _Member, future: asyncio.Future[Generation]) -> None:
-        error = None if future.cancelled() else future.exception()
-        if member.counted_tokens >= 0:  # it was let go: only its token count still matters
-            self._let_go.discard(member)
-            sampled = member.handle.sampled_tokens if future.cancelled() or error is not None else len(future.result().token_ids)
-            if sampled > member.counted_tokens:
-                self.tell(ev.LateTokens(attempt_id=member.launch.attempt_id, sampled_tokens=sampled - member.counted_tokens))
-            return
-        if error is not None or future.cancelled():
-            del self._members[member.launch.attempt_id]
-            detail = "the engine cancelled it" if error is None else f"{type(error).__name__}: {error}"
-            failure = Failure(cause="infrastructure", reason="engine_error", detail=detail)
-            self.tell(ev.MemberFailed(attempt_id=member.launch.attempt_id, failure=failure, sampled_tokens=member.handle.sampled_tokens))
-            return
-        generation = future.result()
-        if self._restarts and generation.token_versions is not None:  # it ended before the machine had heard of the update
-            attempt_id = member.launch.attempt_id
-            self.tell(ev.WeightsUpdated(version=self.engine.policy_version, generating=(attempt_id,)))
-            return
-        member.score_task = self._loop.create_task(self._score(member, generation), name=f"score {member.launch.attempt_id}")
-
-    async def _score(self, member: _Member, generation: Generation) -> None:
-        launch = member.launch
-        try:
-            text = self.decode(generation.token_ids)
-            score = await self.scorer.score(launch.task, text)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a bug of the scorer, since single failures are data: raised where the batch is awaited
-            self._fail(error)
-            return
-        del self._members[launch.attempt_id]
-        rollout = single_turn_rollout(
-            attempt_id=launch.attempt_id,
-            group_id=launch.group_id,
-            member_index=launch.member_index,
-            task=launch.task,
-            generation=generation,
-            text=text,
-            score=score,
-            seconds=self._loop.time() - member.started_at,
-        )
-        self.tell(ev.MemberFinished(rollout=rollout))
+        failure = self._player.launch(launch)
+        if failure is not None:
+            self._refused[launch.attempt_id] = failure
 
     def _cancel(self, attempt_id: int) -> list[ev.Instruction]:
-        member = self._members.get(attempt_id)
-        if member is not None:
-            tokens = self._stop(member)
-        elif attempt_id in self._attempts:
-            tokens = self._attempts.pop(attempt_id).let_go()
-        else:
-            self._refused.pop(attempt_id, None)
-            tokens = self._untold.pop(attempt_id, 0)
+        tokens = self._player.cancel(attempt_id)
+        if tokens is None:
+            if attempt_id in self._attempts:
+                tokens = self._attempts.pop(attempt_id).let_go()
+            else:
+                self._refused.pop(attempt_id, None)
+                tokens = self._untold.pop(attempt_id, 0)
         return self._handle(ev.MemberCancelled(attempt_id=attempt_id, sampled_tokens=tokens))
-
-    def _stop(self, member: _Member) -> int:
-        """Let go of a member; the number of tokens it had sampled."""
-        del self._members[member.launch.attempt_id]
-        member.counted_tokens = member.handle.sampled_tokens
-        if member.score_task is not None:
-            self._cancelled_scores.add(member.score_task)
-            member.score_task.add_done_callback(self._cancelled_scores.discard)
-            member.score_task.cancel()
-        elif not member.handle.future.done():
-            self._let_go.add(member)
-            member.handle.cancel()
-        return member.counted_tokens
 
     # ------------------------------------------------------------ user-defined loops
 
@@ -478,7 +401,7 @@ class LocalShell:
         task.cancel()
 
     def broken(self, error: BaseException) -> None:
-        """A loop has met an engine or a scorer that is broken as a whole: the run ends with its error."""
+        """An engine, a scorer or the environments are broken as a whole: the run ends with the error."""
         self._fail(error)
 
     def attempt_started(self, attempt: Attempt) -> None:
@@ -510,10 +433,7 @@ class LocalShell:
             if not handle.future.cancelled():
                 handle.future.exception()  # nobody else looks at it
             return
-        member = _Member(launch, handle, self._loop.time(), 0)
-        member.counted_tokens = counted_tokens
-        self._let_go.add(member)
-        handle.future.add_done_callback(partial(self._generated, member))
+        self.late.expect(launch.attempt_id, handle, counted_tokens)
         handle.cancel()
 
 

@@ -22,17 +22,25 @@ from sluice.types import Failure, Task, TokenIds
 class ValidationResult:
     """What a held-out evaluation found, over all domains or for one."""
 
-    items: int  # results asked for: tasks x repeats
+    items: int  # results asked for: tasks x repeats; scored, unscored and rejected ones together
     scored: int
     reward_sum: float
     unscored: Mapping[str, int]  # reason -> results without a reward
     truncated: int  # responses cut by the token limit; they are scored like any other
     sampled_tokens: int  # those of failed tries included
     details: Mapping[str, str] = field(default_factory=dict)  # reason -> the first failure of it, in words
+    metrics: Mapping[str, float] = field(default_factory=dict)  # further scores: means over the scored results that have them
+    would_reject: Mapping[str, int] = field(default_factory=dict)  # reason -> results of groups that the group filter drops
+    rejected: int = 0  # results that were taken out for it, and are in nothing else; 0 where drops are only counted
+
+    @property
+    def accepted(self) -> int:
+        """Results that were not rejected."""
+        return self.items - self.rejected
 
     @property
     def mean(self) -> float | None:
-        """Mean raw reward over the scored results (accuracy when rewards are 0 or 1); None: nothing was scored."""
+        """Mean raw reward over the scored results that are accepted (accuracy when rewards are 0 or 1); None: there are none."""
         return self.reward_sum / self.scored if self.scored else None
 
 

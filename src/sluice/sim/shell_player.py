@@ -94,17 +94,13 @@ class ShellPlayer:
     def untold(self) -> int:
         """Of these, the ones of which the machine has not been told."""
         shell = self.process.shell
-        return (
-            sum([member.handle.sampled_tokens for member in shell._members.values()])
-            + sum([attempt.sampled_tokens for attempt in shell._attempts.values()])
-            + sum([member.handle.sampled_tokens - member.counted_tokens for member in shell._let_go])
-        )
+        return sum(shell.in_flight().values()) + shell.late.untold
 
     @property
     def unsettled(self) -> Sequence[int]:
         """Attempts of which the machine does not know yet how they end."""
         shell = self.process.shell
-        return [*shell._members, *shell._attempts, *shell._refused, *shell.granted]
+        return [*shell.in_flight(), *shell._refused, *shell.granted]
 
     @property
     def loops(self) -> Sequence[int]:
