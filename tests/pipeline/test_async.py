@@ -75,8 +75,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         if version:
             deadline = time.monotonic() + PATIENCE_S
             while time.monotonic() < deadline:
-                members = list(shell._members.values())
-                if not members or any(0 < one.handle.sampled_tokens < shell.response_length // 2 for one in members):
+                sampled = shell.in_flight().values()
+                if not sampled or any(0 < tokens < shell.response_length // 2 for tokens in sampled):
                     break
                 time.sleep(0.001)
             seen.tokens_in_step.append(shell.engine.sampled_tokens("train") - seen.tokens_at_delivery)
