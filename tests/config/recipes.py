@@ -84,7 +84,7 @@ AGENTIC_FULL: dict[str, Any] = {  # every key that only an agentic run has, with
         "style": "chat",
         "system_prompt": "Answer with <action>...</action>.",
         "first_template": "{observation}\nCommands: {admissible_commands}",
-        "turn_template": "{observation} ({turn:>2}, {turns_left} left)",
+        "turn_template": "{observation} ({turn}, {turns_left} left)",
         "stop": ["</action>", "\n"],
         "action_pattern": "<action>(.*?)</action>",
         "max_tokens_per_turn": 32,

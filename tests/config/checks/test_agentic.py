@@ -176,22 +176,32 @@ def refused(**changes: Any) -> list[str]:
             "dialogue.turn_template: expected at least the field {observation}, got none: the policy would not see what happens - add it",
         ),
         (
-            {"dialogue__turn_template": "{observation} {turns_left}"},
-            "dialogue.turn_template: {turns_left} needs a limit of turns, and there is none - set dialogue.max_turns",
+            {"dialogue__turn_template": "{observation} {turns_left}", "environment__max_steps": 9},
+            "dialogue.turn_template: {turns_left} needs dialogue.max_turns, which is not given - give it, or leave the field out",
+        ),
+        (
+            {"dialogue__turn_template": "{observation} {turn:>2}"},
+            "dialogue.turn_template: expected {turn} alone, got {turn:>2} - fields of the dialogue are put in as they are",
+        ),
+        (
+            {"dialogue__first_template": "{observation!r:{turn}}"},
+            "dialogue.first_template: expected {observation} alone, got {observation!r:{turn}} - fields of the dialogue are put in as they "
+            "are",
+        ),
+        (
+            {"dialogue__max_turns": 31, "environment__max_steps": 30},
+            "dialogue.max_turns: must not be above environment.max_steps (30), where every trajectory ends, got 31 - delete it, or lower "
+            "it",
         ),
         (
             {
-                "dialogue__turn_template": "{observation} {turns_left}",
-                "environment__max_steps": 9,
-                "val_environment": LAKE,
+                "dialogue__max_turns": 40,
+                "environment__max_steps": 30,
+                "val_environment": {**LAKE, "max_steps": 39},
                 "val_env_manager": HELD_OUT,
             },
-            "dialogue.turn_template: {turns_left} needs a limit of turns, and there is none - set dialogue.max_turns",
-        ),
-        (
-            {"dialogue__turn_template": "{observation:d}"},
-            "dialogue.turn_template: expected a template that can be filled in: Unknown format code 'd' for object of type 'str' - correct "
-            "what stands behind ':' or '!'",
+            "dialogue.max_turns: must not be above environment.max_steps (30) and val_environment.max_steps (39), where every trajectory "
+            "ends, got 40 - delete it, or lower it",
         ),
     ],
 )
@@ -242,9 +252,8 @@ def test_a_spread_filter_on_lone_trajectories_is_refused_naming_both_options(gro
             "env_monitor__on_hung": "replace",
         },
         {"dialogue": {"style": "chat", "system_prompt": "Play.", "turn_template": "{observation}"}},
-        {"dialogue": {"turn_template": "{observation!s:>9} {{x}} {turn:03d}", "first_template": None, "stop": ["\n", "."]}},
+        {"dialogue": {"turn_template": "{observation} {{x}} {turn}/{turn}", "first_template": None, "stop": ["\n", "."]}},
         {"dialogue": {"turn_template": "{observation} {turns_left}", "max_turns": 9}},
-        {"dialogue__turn_template": "{observation} {turns_left}", "environment__max_steps": 9},
         {"dialogue__action_pattern": r"(?:go|take) (?P<what>.*)"},
         {"dialogue__action_pattern": "[[a]](.)"},  # of which Python warns that it may mean something else one day
         {"dialogue__max_turns": 30, "environment__max_steps": 30},
@@ -312,11 +321,6 @@ SHRINK = "resampling.fill is shrink, which draws exactly the groups of one batch
             "environment.run_in is inline, where no call can be ended - delete it, or set run_in to process",
         ),
         ({"dialogue__system_prompt": "Play."}, "dialogue.system_prompt", "dialogue.style is plain - delete it, or set style to chat"),
-        (
-            {"dialogue__max_turns": 31, "environment__max_steps": 30},
-            "dialogue.max_turns",
-            "environment.max_steps is 30, and every trajectory ends there - delete it, or lower it",
-        ),
         (
             {"train_env_manager__max_traj_per_env": 3, "resampling__fill": "shrink"},
             "train_env_manager.max_traj_per_env",

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
+import string
 import warnings
 from collections.abc import Iterator
 from typing import Final
 
 from sluice.config.agentic import MOST_TRAJECTORIES, AgenticConfig, EnvironmentConfig, EnvManagerConfig
 from sluice.config.checks import run
-from sluice.config.checks.finding import Finding, Reason, idle, no_template, template_fields
+from sluice.config.checks.finding import Finding, Reason, idle, no_template
 from sluice.config.models import MOST_GROUPS
-from sluice.config.problems import KeyPath, suggestion
+from sluice.config.problems import KeyPath, dotted, suggestion
 
 ONE_VERSION: Final = frozenset({"restart"})  # on_weight_update: with the others a trajectory goes on under the weights of its next turn
 
-TEMPLATE_FIELDS: Final = {"observation": "A room.", "admissible_commands": "look", "turn": 1, "turns_left": 9}
-"""What a template of the dialogue may name, each with an example."""
+TEMPLATE_FIELDS: Final = ("observation", "admissible_commands", "turn", "turns_left")  # what a template of the dialogue may name
 
 _BATCH: KeyPath = ("rollout_batch_size",)
 _TRAIN: KeyPath = ("train_env_manager",)
@@ -34,6 +34,7 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
         yield from _check_group_filter(path, manager)
     yield from run.check_staleness(config, _ages(config))
     yield from _check_dialogue(config)
+    yield from _check_turns(config)
     yield from _check_templates(config)
 
 
@@ -79,7 +80,8 @@ def _check_batch(config: AgenticConfig) -> Iterator[Finding]:
         yield Finding(
             path=_BATCH,
             reads=(_SIZE,),
-            message=f"must be a multiple of train_env_manager.group_size ({size}), got {batch}: a batch is whole groups - set it to {whole}",
+            message=f"must be a multiple of train_env_manager.group_size ({size}), got {batch}: a batch is whole groups - set it to "
+            f"{whole}",
         )
         return
     groups = config.groups_per_batch
@@ -163,38 +165,52 @@ def _check_pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
         )
 
 
+def _check_turns(config: AgenticConfig) -> Iterator[Finding]:
+    turns = config.dialogue.max_turns
+    limits = {(*path, "max_steps"): environment.max_steps for path, environment in _environments(config)}
+    if turns is not None and all(limit is not None and limit < turns for limit in limits.values()):
+        told = " and ".join(f"{dotted(path)} ({limit})" for path, limit in limits.items())
+        yield Finding(
+            path=("dialogue", "max_turns"),
+            reads=tuple(limits),
+            message=f"must not be above {told}, where every trajectory ends, got {turns} - delete it, or lower it",
+        )
+
+
 def _check_templates(config: AgenticConfig) -> Iterator[Finding]:
-    is_limited = config.dialogue.max_turns is not None or all(env.max_steps is not None for _, env in _environments(config))
     for name in ("first_template", "turn_template"):
-        path = ("dialogue", name)
         template = getattr(config.dialogue, name)
-        if template is None:
-            continue
-        try:
-            fields = template_fields(template)
-        except ValueError as err:
-            yield Finding(path=path, message=no_template(err))
-            continue
-        unknown = [field for field in fields if field not in TEMPLATE_FIELDS]
-        for field in unknown:
-            near = suggestion(field, TEMPLATE_FIELDS, what="fields")
-            yield Finding(path=path, message=f"expected a field of the dialogue, got {{{field}}}{near}")
-        if unknown:
-            continue
-        if "observation" not in fields:
+        if template is not None:
+            yield from _check_template(config, ("dialogue", name), template)
+
+
+def _check_template(config: AgenticConfig, path: KeyPath, template: str) -> Iterator[Finding]:
+    try:
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+    except ValueError as err:
+        yield Finding(path=path, message=no_template(err))
+        return
+    unknown = [field for _, field, _, _ in parts if field not in TEMPLATE_FIELDS]
+    for field in unknown:
+        near = suggestion(str(field), TEMPLATE_FIELDS, what="fields")
+        yield Finding(path=path, message=f"expected a field of the dialogue, got {{{field}}}{near}")
+    for _, field, specification, conversion in parts:
+        if (specification or conversion) and field not in unknown:
+            written = f"{field}{f'!{conversion}' if conversion else ''}{f':{specification}' if specification else ''}"
             yield Finding(
-                path=path, message="expected at least the field {observation}, got none: the policy would not see what happens - add it"
+                path=path, message=f"expected {{{field}}} alone, got {{{written}}} - fields of the dialogue are put in as they are"
             )
-        if "turns_left" in fields and not is_limited:
-            yield Finding(
-                path=path,
-                reads=(("dialogue", "max_turns"), *((*key, "max_steps") for key, _ in _environments(config))),
-                message="{turns_left} needs a limit of turns, and there is none - set dialogue.max_turns",
-            )
-        try:
-            template.format(**TEMPLATE_FIELDS)
-        except (ValueError, TypeError, OverflowError) as err:
-            yield Finding(path=path, message=f"expected a template that can be filled in: {err} - correct what stands behind ':' or '!'")
+    fields = {field for _, field, _, _ in parts}
+    if "observation" not in fields and not unknown:
+        yield Finding(
+            path=path, message="expected at least the field {observation}, got none: the policy would not see what happens - add it"
+        )
+    if "turns_left" in fields and config.dialogue.max_turns is None:
+        yield Finding(
+            path=path,
+            reads=(("dialogue", "max_turns"),),
+            message="{turns_left} needs dialogue.max_turns, which is not given - give it, or leave the field out",
+        )
 
 
 # ---------------------------------------------------------------- keys without effect
@@ -221,14 +237,6 @@ def _idle_environment_keys(config: AgenticConfig) -> Iterator[Finding]:
 def _idle_dialogue_keys(config: AgenticConfig) -> Iterator[Finding]:
     if config.dialogue.style == "plain":
         yield idle(("dialogue", "system_prompt"), Reason(("dialogue", "style"), "plain", "set style to chat"))
-    limits = [environment.max_steps for _, environment in _environments(config)]
-    turns = config.dialogue.max_turns
-    if turns is not None and all(limit is not None and limit < turns for limit in limits):
-        yield Finding(
-            path=("dialogue", "max_turns"),
-            reads=tuple((*path, "max_steps") for path, _ in _environments(config)),
-            message=f"has no effect because environment.max_steps is {limits[0]}, and every trajectory ends there - delete it, or lower it",
-        )
 
 
 def _idle_episodes(config: AgenticConfig) -> Iterator[Finding]:
