@@ -206,3 +206,114 @@ class BreaksWhenBuilt:
 
     def judge(self, group):
         return True
+
+
+# ---------------------------------------------------------------- classes of group_filter_cls
+
+
+class Told:
+    """Base: remembers how it was built and keeps everything."""
+
+    told: tuple = ()
+
+    def judge(self, group):
+        return True
+
+
+class ThreeByName(Told):
+    def __init__(self, mode, env_manager_config, config) -> None:
+        self.told = (config, env_manager_config, mode)
+
+
+class ThreeByPosition(Told):
+    def __init__(self, cfg, env_cfg, mode) -> None:
+        self.told = (cfg, env_cfg, mode)
+
+
+class ThreeOfAnyName(Told):
+    def __init__(self, a, b, c="nobody") -> None:
+        self.told = (a, b, c)
+
+
+class AnyArguments(Told):
+    def __init__(self, *arguments) -> None:
+        self.told = arguments
+
+
+class AnyKeywords(Told):
+    def __init__(self, **arguments) -> None:
+        self.told = (arguments["config"], arguments["env_manager_config"], arguments["mode"])
+
+
+class OnlyMode(Told):
+    def __init__(self, mode) -> None:
+        self.told = (mode,)
+
+
+class OwnSettings(Told):
+    def __init__(self, limit=0.5, window=3, name="own") -> None:
+        self.told = (limit, window, name)
+
+
+class OwnSettingsAndMode(Told):
+    def __init__(self, limit=0.5, window=3, mode="nobody") -> None:
+        self.told = (limit, window, mode)
+
+
+class WrongOrder(Told):
+    def __init__(self, mode, cfg, env_cfg) -> None: ...
+
+
+class FourArguments(Told):
+    def __init__(self, config, env_manager_config, mode, folder) -> None: ...
+
+
+class JudgesNothing:
+    def judge(self):
+        return True
+
+
+class JudgesLater:
+    async def judge(self, group):
+        return True
+
+
+class Grumbles:
+    """Answers with a number."""
+
+    def judge(self, group):
+        return 0.5
+
+
+class NamesTimeouts:
+    """A native filter as a user writes it: other rules in training than in evaluation."""
+
+    def __init__(self, config, env_manager_config, mode) -> None:
+        self.mode = mode
+
+    def judge(self, group):
+        return self.mode != "train" or not any("env_timeout" in rollout.flags for rollout in group.rollouts)
+
+
+class SpeaksRollInFull:
+    """As users of ROLL write it, with a memory."""
+
+    def __init__(self, config, env_manager_config, mode) -> None:
+        self.mode = mode
+        self.seen = 0
+
+    def filter(self, group_id, episode_id, group):
+        self.seen += 1
+        return self.mode == "train" and len(group) < 2
+
+
+def only_in_training(group, mode):
+    return mode == "val"
+
+
+class WithMode:
+    def __init__(self, least: float = 0.0, mode: str = "nobody") -> None:
+        self.least, self.mode = least, mode
+
+    def judge(self, group):
+        return self.mode == "val" or max(group.rewards) >= self.least

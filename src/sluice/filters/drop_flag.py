@@ -27,9 +27,8 @@ class DropFlag(MemberFilter):
     def __post_init__(self) -> None:
         limit = self.max_filter_ratio
         if limit is not None and not 0 <= limit <= 1:
-            raise self.context.wrong(
-                "max_filter_ratio", "a share from 0 to 1, or null for no limit", limit, "0.5 lets half of the groups go"
-            )
+            advice = "0.5 lets half of the groups go, null all"
+            raise self.context.wrong("max_filter_ratio", "a share from 0 to 1, or null", limit, advice)
         object.__setattr__(self, "_guard", None if limit is None or self.context.mode == "val" else RatioGuard(limit))
 
     @property
