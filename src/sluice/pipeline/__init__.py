@@ -9,6 +9,7 @@
     resume.py       where a run is taken up again
     display.py      what a run shows while it goes on
     dry_run.py      one group of each domain, sampled, scored and judged
+    dry_run_agentic.py   one group of one episode, played and judged
     feed.py         the trainer's side of the shell: batches in, finished steps out
     loop_thread.py  one asyncio loop in a thread of its own, called from the main thread
     collector.py    the garbage collector's settings during a run

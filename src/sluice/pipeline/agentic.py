@@ -92,7 +92,8 @@ class AgenticJob(Job):
     @property
     def known_tasks(self) -> Mapping[str, Task]:
         """Episodes by task_id, each made from its name."""
-        return self.task_source.lookup
+        lookup: Mapping[str, Task] = self.task_source.lookup
+        return lookup
 
     def scheduler_config(self) -> SchedulerConfig:
         """The machine's settings."""
@@ -111,7 +112,7 @@ class AgenticJob(Job):
             except BaseException:
                 await self._host.close()
                 raise
-        self._player = self._new_player(self._host, config.seed)
+        self._player = self.new_player(self._host, config.seed)
         return LocalShell(
             scheduler=scheduler,
             source=self.task_source,
@@ -122,7 +123,8 @@ class AgenticJob(Job):
             on_warning=on_warning,
         )
 
-    def _new_player(self, host: EnvironmentHost, seed: int) -> TrajectoryPlayer:
+    def new_player(self, host: EnvironmentHost, seed: int) -> TrajectoryPlayer:
+        """A player of trajectories in the environments of a host, on the event loop. seed: base of the environment seeds."""
         return TrajectoryPlayer(self.config, host=host, engine=self.engine, dialogue=self.dialogue, seed=seed)
 
     async def validate(self, on_result: Callable[[int, int], None]) -> dict[str, ValidationResult]:
@@ -131,9 +133,10 @@ class AgenticJob(Job):
         assert self.config.val_env_manager is not None
         return await validate_trajectories(
             self.held_out,
-            self._new_player(self._val_host, HELD_OUT_SEED),
+            self.new_player(self._val_host, HELD_OUT_SEED),
             repeats=self.config.val_env_manager.group_size,
             temperature=self.config.validation.temperature,
+            seed=HELD_OUT_SEED,
             group_filter=self.val_group_filter,
             filtering=self.config.validation.filtering,
             on_result=on_result,
