@@ -166,6 +166,8 @@ class Tally:
             advice.append("raise response_length, or set resampling.truncated to 'keep'")
         if "group_timeout" in reasons:
             advice.append("raise resampling.group_timeout_s, or find out what hangs")
+        if reasons & {"env_timeout", "env_failed"}:
+            advice.append("see why environments hang or fail, or raise environment.step_timeout_s and environment.reset_timeout_s")
         if "stale" in reasons:
             advice.append("raise resampling.max_staleness, or see why the engine does not take the new weights")
         if reasons & {"loop_error", "loop_returned_none", "response_count"}:
