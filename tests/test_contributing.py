@@ -52,7 +52,14 @@ def test_the_changelog_has_the_version() -> None:
 
 def test_only_the_light_packages_are_always_needed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {re.split(r"[<>=]", line)[0] for line in project["dependencies"]} == {"numpy", "pydantic", "PyYAML", "rich", "typer"}
+    assert {re.split(r"[<>=]", line)[0] for line in project["dependencies"]} == {
+        "numpy",
+        "pydantic",
+        "PyYAML",
+        "rapidfuzz",
+        "rich",
+        "typer",
+    }
 
 
 @pytest.mark.parametrize("goal", ["train", "test"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sluice.config import load_config as load_config
     from sluice.errors import ConfigError as ConfigError
     from sluice.errors import FilterError as FilterError
+    from sluice.errors import GateError as GateError
     from sluice.errors import GenerationError as GenerationError
     from sluice.errors import LoopError as LoopError
     from sluice.errors import RecordError as RecordError
@@ -46,6 +47,7 @@ _ROOMS = frozenset(
         "errors",
         "execution",
         "filters",
+        "gate",
         "generation",
         "ledger",
         "pipeline",
@@ -71,6 +73,7 @@ _HOME_OF = {
             "LoopError",
             "RewardError",
             "FilterError",
+            "GateError",
             "TrainerError",
             "ResampleError",
             "RecordError",

@@ -39,6 +39,10 @@ class FilterError(SluiceError, ValueError):
     """A filter was given something it cannot judge, or a custom filter answered something that is no answer."""
 
 
+class GateError(SluiceError, ValueError):
+    """The gate was given something that it cannot compare or judge, or was told what cannot have happened."""
+
+
 class TrainerError(SluiceError, RuntimeError):
     """The trainer is wrong: log-probs that do not match, shapes that do not fit."""
 
