@@ -21,6 +21,8 @@ def test_the_extra_is_read_from_the_installed_package() -> None:
     assert set(extra_packages(None)) == {"numpy", "pydantic", "PyYAML", "rich", "typer"}
     assert package_of("math_verify.parser") == "math-verify"
     assert package_of("mine") is None
+    textworld = extra_packages("agentic")["textworld"]  # written with an extra of its own: textworld[pddl]
+    assert [environment._is_within(version, textworld) for version in ("1.6.9", "1.7.0", "2.0")] == [False, True, False]
 
 
 def test_a_missing_package_of_the_extra_is_a_warning_and_of_the_core_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import typer
 
@@ -14,6 +14,7 @@ Status = Literal["ok", "warning", "problem"]
 
 _COLOURS: dict[Status, str] = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "problem": typer.colors.RED}
 _NAME_WIDTH = 12
+_SHOWN_CHARACTERS = 200  # of a prompt, a response or an observation; enough to see a wrong template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class Check:
         return [lead + first, *(" " * len(lead) + line for line in more)]
 
 
+Question: TypeAlias = Callable[[], Iterator[Check]]
+"""What is looked at, when it is called."""
+
+
 def ok(name: str, detail: str) -> Check:
     """All is well."""
     return Check(name=name, status="ok", detail=detail)
@@ -47,7 +52,7 @@ def problem(name: str, detail: str, remedy: str = "") -> Check:
     return Check(name=name, status="problem", detail=detail, remedy=remedy)
 
 
-def ask(name: str, question: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+def ask(name: str, question: Question) -> Iterator[Check]:
     """The answers to a question; whatever goes wrong while asking is an answer too, so that the next question is still asked."""
     try:
         yield from question()
@@ -55,6 +60,12 @@ def ask(name: str, question: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield problem(name, str(err))
     except Exception as err:  # noqa: BLE001 - a doctor that dies of the illness it looks for is no use
         yield problem(name, f"{type(err).__name__}: {err}")
+
+
+def short(text: str) -> str:
+    """A text on one line, as much of it as shows what it is."""
+    shown = repr(text)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def show(check: Check) -> None:

@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -51,24 +51,28 @@ def _check_packages() -> Iterator[Check]:
     if _version(DISTRIBUTION) is None:
         yield problem("packages", f"{DISTRIBUTION} is not installed, so that its requirements are not known", "pip install -e .")
         return
-    for extra in (None, "train"):
-        name = "packages" if extra is None else f"[{extra}]"
-        target = DISTRIBUTION if extra is None else f"'{DISTRIBUTION}[{extra}]'"
-        wanted = extra_packages(extra)
-        versions = {package: _version(package) for package in wanted}
-        missing = [package for package, version in versions.items() if version is None]
-        others = {
-            package: version for package, version in versions.items() if version is not None and not _is_within(version, wanted[package])
-        }
-        if missing:
-            make = problem if extra is None else warning
-            purpose = "" if extra is None else ", so that no run of our own is possible"
-            yield make(name, f"missing: {', '.join(missing)}{purpose}", f"pip install {target}")
-        if others:
-            told = ", ".join(f"{package} {version} (tested: {wanted[package]})" for package, version in others.items())
-            yield warning(name, f"outside the tested versions: {told}", f"pip install {target}")
-        if not missing and not others:
-            yield ok(name, ", ".join(f"{package} {version}" for package, version in versions.items()))
+    yield from package_checks(None, extra_packages(None))
+    yield from package_checks("train", extra_packages("train"), purpose=", so that no run of our own is possible", missing=warning)
+
+
+def package_checks(
+    extra: str | None, wanted: Mapping[str, str], *, purpose: str = "", missing: Callable[[str, str, str], Check] = problem
+) -> Iterator[Check]:
+    """Packages with their version ranges: whether they are installed, and in a version that was tested.
+
+    `extra` brings them (None: they are always needed). `purpose` is what is said behind missing ones, and `missing` how bad that is.
+    """
+    name, target = ("packages", DISTRIBUTION) if extra is None else (f"[{extra}]", f"'{DISTRIBUTION}[{extra}]'")
+    versions = {package: _version(package) for package in wanted}
+    absent = [package for package, version in versions.items() if version is None]
+    others = {package: version for package, version in versions.items() if version is not None and not _is_within(version, wanted[package])}
+    if absent:
+        yield missing(name, f"missing: {', '.join(absent)}{purpose}", f"pip install {target}")
+    if others:
+        told = ", ".join(f"{package} {version} (tested: {wanted[package]})" for package, version in others.items())
+        yield warning(name, f"outside the tested versions: {told}", f"pip install {target}")
+    if not absent and not others:
+        yield ok(name, ", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
 def _check_processors() -> Iterator[Check]:

@@ -6,48 +6,65 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sluice.cli.doctor import Check, ask, ok, problem, warning
+from sluice.cli.doctor import Check, Question, ask, ok, problem, short, warning
 from sluice.cli.environment import missing_packages
 from sluice.cli.reporting import DISTRIBUTION
-from sluice.config import RlvrConfig, load_config
+from sluice.config import AgenticConfig, AnyConfig, RlvrConfig, load_config
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
     from sluice.pipeline.train import DryRun
 
-_SHOWN_CHARACTERS = 200  # of a prompt or a response; enough to see a wrong template
 
-
-def read_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[RlvrConfig | None, Check]:
+def read_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[AnyConfig | None, Check]:
     """The configuration, or the problem with it."""
     try:
         config = load_config(recipe, overrides)
     except ConfigError as err:
         return None, problem("recipe", str(err))
-    size = f"{config.rollout_batch_size} groups of {config.num_return_sequences_in_group}"
-    return config, ok("recipe", f"{recipe}: {config.exp_name}, {config.trainer.max_steps} steps of {size}")
+    return config, ok("recipe", f"{recipe}: {config.exp_name}, {config.trainer.max_steps} steps of {_size(config)}")
 
 
-def recipe_checks(config: RlvrConfig) -> Iterator[Check]:
+def _size(config: AnyConfig) -> str:
+    if isinstance(config, RlvrConfig):
+        return f"{config.rollout_batch_size} groups of {config.num_return_sequences_in_group}"
+    manager = config.train_env_manager
+    return f"{config.groups_per_batch} groups of {manager.group_size} trajectories, {manager.num_env_groups} environment groups"
+
+
+def recipe_checks(config: AnyConfig) -> Iterator[Check]:
     """Everything that a run of this configuration would stumble over, cheapest first; at last a dry run of one group."""
     missing = missing_packages("train")
     if missing:
         yield problem("[train]", f"a run needs {', '.join(missing)}", f"pip install '{DISTRIBUTION}[train]'")
         return
     stumbled = False
-    for name, question in (
-        ("filters", _check_filters),
-        ("verifiers", _check_verifiers),
-        ("model", _check_model),
-        ("tasks", _check_tasks),
-        ("dry run", _check_dry_run),
-    ):
+    for name, question in _agentic_questions(config) if isinstance(config, AgenticConfig) else _rlvr_questions(config):
         if stumbled and name == "dry run":
             yield warning(name, "left out", "solve the problems above first")
             return
-        for check in ask(name, lambda question=question: question(config)):  # type: ignore[misc]
+        for check in ask(name, question):
             stumbled = stumbled or check.status == "problem"
             yield check
+
+
+def _rlvr_questions(config: RlvrConfig) -> Iterator[tuple[str, Question]]:
+    yield "filters", lambda: _check_filters(config)
+    yield "verifiers", lambda: _check_verifiers(config)
+    yield "model", lambda: _check_model(config)
+    yield "tasks", lambda: _check_tasks(config)
+    yield "dry run", lambda: _check_dry_run(config)
+
+
+def _agentic_questions(config: AgenticConfig) -> Iterator[tuple[str, Question]]:
+    from sluice.cli.agentic import AgenticQuestions
+
+    agentic = AgenticQuestions(config)
+    yield "environment", agentic.environment
+    yield "evaluation", agentic.evaluation
+    yield "group filter", agentic.group_filters
+    yield "model", lambda: _check_model(config)
+    yield "dialogue", lambda: agentic.dialogue(_tokenizer(config))
 
 
 def _check_filters(config: RlvrConfig) -> Iterator[Check]:
@@ -73,13 +90,13 @@ def _check_verifiers(config: RlvrConfig) -> Iterator[Check]:
         yield ok("verifiers", f"{domain}: {reward.verifier.type}, {limit}")
 
 
-def _check_model(config: RlvrConfig) -> Iterator[Check]:
+def _check_model(config: AnyConfig) -> Iterator[Check]:
     import torch
 
     from sluice.generation.loading import check_architecture, load_net
 
     net, _ = load_net(config.model.path, dtype=torch.float32, lora=config.model.lora)
-    check_architecture(net, config.prompt_length + config.response_length)
+    check_architecture(net, _longest(config))
     tokenizer = _tokenizer(config)
     parameters = sum(parameter.numel() for parameter in net.parameters())
     yield ok("model", f"{type(net).__name__}, {parameters / 1e6:.2f} million parameters, {len(tokenizer)} tokens in the vocabulary")
@@ -89,10 +106,15 @@ def _check_model(config: RlvrConfig) -> Iterator[Check]:
             f"the tokenizer has {len(tokenizer)} tokens, the model only {net.get_input_embeddings().num_embeddings}",
             "save model and tokenizer that belong together",
         )
-    if config.tasks.use_chat_template and not tokenizer.chat_template:
+    if isinstance(config, RlvrConfig) and config.tasks.use_chat_template and not tokenizer.chat_template:
         yield problem(
             "model", "tasks.use_chat_template is true, the tokenizer has no chat template", "save one with it, or set it to false"
         )
+
+
+def _longest(config: AnyConfig) -> int:
+    """Tokens of the longest sequence that the model sees."""
+    return config.sequence_length if isinstance(config, AgenticConfig) else config.prompt_length + config.response_length
 
 
 def _check_tasks(config: RlvrConfig) -> Iterator[Check]:
@@ -122,9 +144,9 @@ def _shown_group(group: DryRun) -> Check:
     verdict = group.verdict
     how = "kept" if verdict.keep else f"dropped as {verdict.category} / {verdict.reason}"
     lines = [f"task {group.task_id} ({group.domain}): {how} by {verdict.source or 'no filter'}"]
-    lines.append(f"prompt    {_short(group.prompt)}")
+    lines.append(f"prompt    {short(group.prompt)}")
     for response, reward in zip(group.responses, group.rewards, strict=True):
-        lines.append(f"{'no reward' if reward is None else f'{reward:<9.4g}'} {_short(response)}")
+        lines.append(f"{'no reward' if reward is None else f'{reward:<9.4g}'} {short(response)}")
     lines.append(", ".join(f"{part} {seconds:.2f} s" for part, seconds in group.seconds.items()))
     lines += group.failures
     text = "\n".join(lines)
@@ -137,12 +159,7 @@ def _shown_group(group: DryRun) -> Check:
     return ok("dry run", text)
 
 
-def _tokenizer(config: RlvrConfig) -> Any:
+def _tokenizer(config: AnyConfig) -> Any:
     from sluice.generation.tokenizer import load_tokenizer
 
     return load_tokenizer(config.model.path)
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."

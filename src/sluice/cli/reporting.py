@@ -79,7 +79,7 @@ def extra_packages(extra: str | None) -> dict[str, str]:
     for line in lines:
         requirement, _, marker = line.partition(";")
         found = re.search(r"extra\s*==\s*['\"]([^'\"]+)", marker)
-        match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(.*?)\s*$", requirement)
+        match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*(.*?)\s*$", requirement)
         if match and (found.group(1) if found else None) == extra:
             packages[match.group(1)] = match.group(2)
     return packages

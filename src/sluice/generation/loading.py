@@ -128,7 +128,7 @@ def check_architecture(net: Any, max_length: int) -> None:
     if positions is not None and max_length > positions:
         raise ConfigError(
             f"prompt_length + response_length must fit into the model's {positions} positions (max_position_embeddings), got "
-            f"{max_length} - shorten one of them"
+            f"{max_length} - shorten one of them (in an agentic run: sequence_length)"
         )
 
 
