@@ -329,6 +329,7 @@ class GroupQueue:
             raise RecordError(f"the saved state of the queue is torn: it must be of {self.num_env_groups} environment groups")
         tasks = {task.task_id: task for task in (_task(one.env_group, one.episode_id) for one in episodes)}
         self._carry_out(self._machine.load_state_dict(machine, tasks))
+        self._machine.prompts.back.clear()  # as for a ReturnTask
         load_filters_state(self._filters, filters)
         self._next_episode, self._owed, self._turn, self._late = next_episode, owed, turn, late
         for episode in episodes:
@@ -497,7 +498,7 @@ class GroupQueue:
                     self._stop(instruction.attempt_id)
                     self._tell(ev.MemberCancelled(attempt_id=instruction.attempt_id, sampled_tokens=0))
                 case ev.ReturnTask():  # it is never drawn again: the machine need not remember that it came back
-                    self._machine.prompts.is_drawn_again(instruction.task.task_id, instruction.epoch)
+                    self._machine.prompts.back.discard((instruction.task.task_id, instruction.epoch))
                 case ev.RecordGroup():
                     self._leave(instruction.record)
                 case ev.DeliverBatch():
