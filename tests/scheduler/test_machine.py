@@ -498,6 +498,8 @@ def test_impossible_events_are_refused() -> None:
 
 def test_a_filter_that_raises_names_the_group_and_its_story() -> None:
     class Raises:
+        can_disqualify = False
+
         def judge(self, group: object) -> object:
             raise ZeroDivisionError("no")
 
