@@ -6,11 +6,14 @@ import errno
 import json
 import math
 import os
+import random
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sluice.config.models import FilterConfig
 from sluice.errors import RecordError
+from sluice.filters import RatioGuard
 from sluice.records import RecordedGroup, RolloutRecorder, RunFolder, read_rollouts, rollback_rollouts, rollout_parts
+from sluice.records.checkpoints import decode, encode
+from sluice.scheduler import Scheduler, SchedulerConfig
+from sluice.scheduler import events as ev
 from sluice.types import Failure, Rollout, Turn
-from tests.fakes import make_rollout, make_turn
+from tests.fakes import ListSource, MachinePlayer, make_filters, make_rollout, make_task, make_turn
 from tests.records.conftest import make_record
 
 FACTS = {"identity": "a run", "exp_name": "exp", "seed": 42}
@@ -295,7 +303,7 @@ def test_the_facts_of_the_run_are_in_every_part(folder: RunFolder) -> None:
 
 def test_a_new_recorder_goes_on_behind_the_parts_that_are_there(place: Path) -> None:
     record_groups(place, [1], [2])
-    (place / "part-000003.parquet.unfinished").write_bytes(b"torn by a kill")
+    (place / ".part-000003.parquet.unfinished").write_bytes(b"torn by a kill")
     record_groups(place, [3])
     assert sorted(path.name for path in place.iterdir()) == [f"part-{number:06}.parquet" for number in (1, 2, 3)]
     assert ids_in(place) == [1, 2, 3]
@@ -401,7 +409,7 @@ def test_a_rollback_that_was_killed_is_finished_by_the_next_one(place: Path, mon
     def killed(path: Path, *rest: Any) -> None:
         calls.append(path)
         if len(calls) == 2:
-            path.with_name(path.name + ".unfinished").write_bytes(b"torn")
+            path.with_name(f".{path.name}.unfinished").write_bytes(b"torn")
             raise KeyboardInterrupt
         write(path, *rest)
 
@@ -426,6 +434,141 @@ def test_a_damaged_part_stops_a_rollback_before_anything_has_changed(place: Path
 
 def test_a_run_without_recorded_rollouts_has_nothing_to_roll_back(tmp_path: Path) -> None:
     assert rollback_rollouts(tmp_path / "rollouts", next_group=0, open_groups=()) == 0
+
+
+# ---------------------------------------------------------------- a machine that is recorded
+
+
+@dataclass
+class RecordedPlayer(MachinePlayer):
+    """Tells a recorder what a shell tells it, and remembers it."""
+
+    recorder: RolloutRecorder | None = None
+    told: dict[int, ev.RecordGroup] = field(default_factory=dict)  # as run.db has them
+    delivered: dict[int, list[int]] = field(default_factory=dict)  # group_id -> attempts that delivered to this process
+
+    def tell(self, event: ev.Event, seconds: float = 1.0) -> None:
+        if isinstance(event, ev.MemberFinished):
+            assert self.recorder is not None
+            self.recorder.member(event.rollout)
+            self.delivered.setdefault(event.rollout.group_id, []).append(event.rollout.attempt_id)
+        super().tell(event, seconds)
+
+    def carry_out_unchecked(self, instructions: Iterable[ev.Instruction]) -> None:
+        before = len(self.instructions)
+        super().carry_out_unchecked(instructions)
+        for instruction in self.instructions[before:]:
+            if isinstance(instruction, ev.RecordGroup):
+                assert self.recorder is not None
+                self.recorder.group(instruction.record, instruction.members, is_whole=instruction.is_whole)
+                self.told[instruction.record.group_id] = instruction
+
+    def check(self) -> None:
+        """Not here: the counts of a resumed machine are checked by its own tests."""
+
+    def resume(self, state: dict[str, Any], recorder: RolloutRecorder) -> RecordedPlayer:
+        """A new process from this state; run.db is rolled back."""
+        old = self.scheduler
+        guard = None if old.guard is None else RatioGuard(0.5, policy="wait")
+        later = RecordedPlayer(
+            Scheduler(old.config, old.filters, guard=guard), ListSource(make=lambda i: make_task(f"t{i}")), recorder=recorder
+        )
+        machine = state["machine"]
+        gone = set(machine["open_groups"])
+        later.told = {number: told for number, told in self.told.items() if number < machine["next_group"] and number not in gone}
+        later.source._position = state["drawn"]
+        tasks = {f"t{number}": make_task(f"t{number}") for number in range(1000)}
+        later.carry_out_unchecked(later.scheduler.load_state_dict(machine, tasks))
+        return later
+
+    def state(self) -> dict[str, Any]:
+        return {"machine": decode(encode(self.scheduler.state_dict(dict.fromkeys(self.pending, 1)))), "drawn": self.source._position}
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"async_generation_ratio": 1.0, "redundancy": 1},
+    {"fill": "shrink", "truncated": "drop_group"},
+    {"on_member_failure": "judge", "surplus": "carry", "max_staleness": 2, "max_additional_running_prompts": 2},
+    {"guard": True, "async_generation_ratio": 1.5, "max_response_rounds": 2},
+    {
+        "on_exhausted": "keep_low_information",
+        "max_resample_rounds": 2,
+        "response": {"type": "finish_reason", "filter_args": {"allowed": ["stop"]}},
+    },
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1_000_000), saves=st.sets(st.integers(0, 90), max_size=4), kills=st.sets(st.integers(0, 90), max_size=3))
+def test_a_run_that_is_killed_and_resumed_records_what_run_db_has_nothing_twice_and_nothing_else(
+    mode: dict[str, Any], seed: int, saves: set[int], kills: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, chance = tmp_path_factory.mktemp("run"), random.Random(seed)
+    place = folder / "0"
+    config = {name: value for name, value in mode.items() if name not in ("guard", "response")}
+    response = FilterConfig(**mode["response"]) if "response" in mode else None
+    filters = make_filters(response=response, group_size=2)
+    guard = RatioGuard(0.5, policy="wait") if "guard" in mode else None
+    make = partial(RolloutRecorder, facts=FACTS, rows_per_part=5, part_every_s=1e9)
+    machine = Scheduler(SchedulerConfig(group_size=2, **config), filters, guard=guard)
+    player = RecordedPlayer(machine, ListSource(make=lambda i: make_task(f"t{i}")), recorder=make(place))
+    state = player.state()
+    for moment in range(100):
+        assert player.recorder is not None
+        if player.failures:
+            break
+        if moment in saves:
+            state = player.state()
+            player.recorder.flush()
+        if moment in kills:
+            if chance.random() < 0.7:  # the writer may have got that far
+                player.recorder.flush()
+            place = folder / str(moment + 1)
+            shutil.copytree(player.recorder._folder, place, ignore=shutil.ignore_patterns(".*"))  # what a kill leaves
+            player.recorder.close()
+            rollback_rollouts(place, next_group=state["machine"]["next_group"], open_groups=state["machine"]["open_groups"])
+            player = player.resume(state, make(place))
+        elif player.scheduler.filling is not None and player.pending:
+            attempt_id = chance.choice(sorted(player.pending))
+            if chance.random() < 0.1:
+                player.fail(attempt_id)
+            else:
+                reward = chance.choice([0.0, 1.0, 1.0, None])
+                player.finish(attempt_id, reward, finish_reason=chance.choice(["stop", "stop", "length"]))
+        elif player.scheduler._delivered:
+            player.step()
+        elif player.scheduler.filling is None:
+            player.want(2)
+    player.tell(ev.Shutdown())
+    assert player.recorder is not None
+    player.recorder.close()
+    recorded = {group.group_id: group for group in read_rollouts(place)}
+    for group_id, told in player.told.items():
+        members = [rollout.attempt_id for rollout, _ in told.members]
+        record = told.record
+        if record.outcome in ("trained", "surplus"):
+            assert told.is_whole
+            assert len(members) == 2
+        if record.outcome == "cancelled":
+            assert not told.is_whole
+        group = recorded.pop(group_id, None)
+        if group is None:
+            assert not (told.is_whole or record.outcome == "dropped") or not (members or player.delivered.get(group_id))
+            continue
+        assert [rollout.attempt_id for rollout in group.members] == members
+        assert group.counted == tuple(is_counted for _, is_counted in told.members)
+        assert (group.outcome, group.reason, group.category, group.end_step) == (
+            record.outcome,
+            record.reason,
+            record.category,
+            record.end_step,
+        )
+        assert [rollout.reward for rollout in group.members if rollout.reward is not None] == [r for r in record.rewards if r is not None]
+        if group_id in player.delivered:
+            assert {rollout.attempt_id for rollout in (*group.members, *group.rejected)} == set(player.delivered[group_id])
+    assert not recorded
 
 
 # ---------------------------------------------------------------- disks that fail
@@ -635,9 +778,10 @@ def test_a_group_that_is_there_twice_is_refused(place: Path) -> None:
 
 def test_other_files_in_the_folder_are_no_parts(place: Path) -> None:
     record_groups(place, [1])
-    (place / "notes.parquet").write_bytes(b"mine")
-    (place / "part-000002.parquet.unfinished").write_bytes(b"being written")
+    (place / "_notes.txt").write_bytes(b"mine")
+    (place / ".part-000002.parquet.unfinished").write_bytes(b"being written")
     assert ids_in(place) == [1]
+    assert pq.read_table(place)["group_id"].to_pylist() == [1, 1]  # nor for other readers
 
 
 def test_a_part_that_goes_while_it_is_read_is_told(place: Path) -> None:

@@ -26,7 +26,7 @@ ROWS_PER_PART: Final = 2_048  # some megabytes: small enough to hold, large enou
 PART_EVERY_S: Final = 30.0  # what a kill can cost at most, beyond the last checkpoint, which has everything before it
 MAX_WAITING_BYTES: Final = 1 << 30  # of members that wait for the disk: one that is so far behind is a fault
 _TAKE_EVERY_S: Final = 1.0  # between two looks at what waits
-_ROWS_AT_ONCE: Final = 128  # made into columns in one go: a few milliseconds in which no other thread of Python runs
+_ROWS_AT_ONCE: Final = 64  # made into columns in one go; each step of that is a millisecond or two in which no other thread runs
 _BYTES_PER_PART: Final = 128 << 20
 _CLOSE_WITHIN_S: Final = 60.0
 
@@ -67,7 +67,7 @@ class RolloutRecorder:
             raise _cannot_write(folder, error) from error
         self._delivered: dict[int, list[Rollout]] = {}  # group_id -> what was delivered for it; of groups that have not left
         self._lock = threading.Lock()  # of the next four; never held while something slow is done
-        self._waiting: deque[list[Row] | threading.Event] = deque()  # rows of groups, and flushes, oldest first
+        self._waiting: deque[tuple[list[Row], int] | threading.Event] = deque()  # rows of a group and their bytes, or a flush, oldest first
         self._waiting_bytes = 0
         self._told_rows = 0
         self._closed = False
@@ -119,7 +119,7 @@ class RolloutRecorder:
             if self._closed:
                 raise RecordError(f"{self._folder}: groups must be told before the recorder is closed")
             self._told_rows += len(rows)
-            self._waiting.append(rows)
+            self._waiting.append((rows, size))
             self._waiting_bytes += size
         if self._waiting_bytes > self._max_waiting_bytes:
             self._error = RecordError(
@@ -237,19 +237,20 @@ class RolloutRecorder:
                 first.set()
                 continue
             started = time.perf_counter()
-            rows, groups = list(first), 1
+            rows, size, groups = list(first[0]), first[1], 1
             while groups < len(waiting) and len(rows) < _ROWS_AT_ONCE:
                 more = waiting[groups]
                 if isinstance(more, threading.Event):
                     break
-                rows += more
+                rows += more[0]
+                size += more[1]
                 groups += 1
             batch = self._parts.to_batch(rows, self._schema)
             self.write_seconds += time.perf_counter() - started
             with self._lock:
                 for _ in range(groups):
                     waiting.popleft()
-                self._waiting_bytes -= sum([_size(row.rollout) for row in rows])
+                self._waiting_bytes -= size
             if not self._batches:
                 self._batched_since = time.monotonic()
             self._batches.append(batch)
