@@ -329,3 +329,15 @@ def test_doctor_survives_a_question_that_raises(
     result = run("doctor", recipe)
     assert result.exit_code == 1
     assert "OSError: the disk is gone" in result.output
+
+
+def test_record_switches_recorded_rollouts_on_whatever_the_recipe_says(pipeline: FakePipeline, recipe: Path) -> None:
+    assert run("train", recipe).exit_code == 0
+    assert run("train", recipe, "records.rollouts=false", "--record").exit_code == 0
+    assert [call["config"].records.rollouts for call in pipeline.calls] == [False, True]
+
+
+def test_record_is_refused_where_a_run_is_resumed(tmp_path: Path) -> None:
+    result = run("train", "--resume", tmp_path, "--record")
+    assert result.exit_code == 2
+    assert "--record is for a new run" in " ".join(result.stderr.split())
