@@ -454,14 +454,10 @@ class LossyTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
         ids: list[int] = []
-        while text:
-            if text.startswith("<end>"):
-                ids.append(self.eos_token_id)
-                text = text[5:]
-            else:
-                ids.append(ord(text[0]) + 2)
-                text = text[1:]
-        return ids
+        for part in text.split("<end>"):
+            ids += [ord(letter) + 2 for letter in part]
+            ids.append(self.eos_token_id)
+        return ids[:-1]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         assert skip_special_tokens

@@ -28,6 +28,8 @@ Value = TypeVar("Value")
 FIELDS: Final = ("observation", "admissible_commands", "turn", "turns_left")  # what a template may name
 MOST_CACHED: Final = 16_384  # texts, or rows of tokens: an observation is seen by all siblings, and many are seen again and again
 LONGEST_CACHED: Final = 2_048  # characters or tokens: longer ones hardly ever come back, and this bounds the cache
+_OPENING: Final = -2  # in the place of the token before a text: the conversation begins with it
+_NO_END: Final = -1  # or: it is not an end token
 _SEPARATOR: Final = ", "  # between admissible commands
 _PROBE: Final = "A chair, 2 desks.\n\n You see: nothing\t(ünknown 中文)."  # text on which two ways to encode must agree
 _MARK: Final = "Qz7kVx"  # stands for what the policy wrote; no template holds it by chance, and none has a reason to change it
@@ -43,8 +45,9 @@ class DialogueFormat(ABC):
         problems: list[str] = []
         self._encode = _encoder(tokenizer)
         self._tokenizer = tokenizer
-        self._ids: _Cache[tuple[str, int], TokenIds] = _Cache()
-        self._texts: _Cache[bytes, str] = _Cache()
+        self._ids: _Cache[tuple[str, int], TokenIds] = _Cache()  # by filled-in template and the end token before it
+        self._texts: _Cache[bytes, str] = _Cache()  # by token ids
+        self._plains: _Cache[str, str] = _Cache()  # by command
         turn = _Template("turn_template", config.turn_template, config, problems)
         first = turn if config.first_template is None else _Template("first_template", config.first_template, config, problems)
         self._first, self._turn = first, turn
@@ -92,24 +95,28 @@ class DialogueFormat(ABC):
             return action, None
         if action in admissible:
             return action, True
-        plain = _plain(action)
+        wanted = _plain(action)
         for command in admissible:
-            if len(command) >= len(plain) and _plain(command) == plain:
+            plain = self._plains.get(command)
+            if plain is None:
+                plain = _plain(command)
+                self._plains.put(command, plain, len(command))
+            if plain == wanted:
                 return command, True
         return action, False
 
-    def _encoded(self, text: str, skip: int = -1) -> TokenIds:
-        """The tokens of a text. skip: an end token that stands there already, with all that comes before it in the text; -1: none."""
-        key = text, skip
+    def _encoded(self, text: str, after: int) -> TokenIds:
+        """The tokens for a filled-in template. after: the end token that stands before them, `_NO_END` or `_OPENING`."""
+        key = text, after
         ids = self._ids.get(key)
         if ids is None:
-            ids = self._tokens(text, skip)
+            ids = np.array(self._tokens(text, after), dtype=np.int64)
             ids.setflags(write=False)  # shared by all who get this text
             self._ids.put(key, ids, len(text))
         return ids
 
-    def _tokens(self, text: str, skip: int) -> TokenIds:
-        return np.array(self._encode(text), dtype=np.int64)
+    def _tokens(self, text: str, after: int) -> list[int]:
+        return self._encode(text)
 
 
 class PlainFormat(DialogueFormat):
@@ -118,7 +125,7 @@ class PlainFormat(DialogueFormat):
     def __init__(self, config: DialogueConfig, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         for template in (self._first, self._turn):
-            if not len(self._encoded(template.render("", EnvInfo(), 1, 1))):
+            if not self._encode(template.render("", EnvInfo(), 1, 1)):
                 raise ConfigError(
                     f"dialogue.{template.key}: expected a template that has a token even where the observation is empty, got "
                     f"{template.text!r} - the policy needs something to continue: end it with a cue such as '\\n>'"
@@ -126,14 +133,87 @@ class PlainFormat(DialogueFormat):
 
     def opening(self, observation: str, info: EnvInfo, turns_left: int | None) -> TokenIds:
         """The first template."""
-        return self._encoded(self._first.render(observation, info, 1, turns_left))
+        return self._encoded(self._first.render(observation, info, 1, turns_left), _NO_END)
 
     def reply(self, observation: str, info: EnvInfo, *, turn: int, turns_left: int | None, after: TokenIds) -> TokenIds:
         """The template of a turn."""
-        return self._encoded(self._turn.render(observation, info, turn, turns_left))
+        return self._encoded(self._turn.render(observation, info, turn, turns_left), _NO_END)
 
 
-_STYLES: Final[dict[str, Callable[[DialogueConfig, Any], DialogueFormat]]] = {"plain": PlainFormat}
+class ChatFormat(DialogueFormat):
+    """Messages through the tokenizer's chat template: every observation is a message of the user, every turn one of the assistant.
+
+    Chat templates render whole conversations, and some change what the assistant said. So a reply is rendered with a mark in the place of
+    what the policy wrote, and only what follows the mark is encoded. It begins with the template's end of the assistant's message: of that
+    only what the policy has not sampled itself is put, so that no end token stands twice and a turn that was cut is ended.
+    """
+
+    def __init__(self, config: DialogueConfig, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "dialogue.style: expected plain for a tokenizer without a chat template, got chat - save one with the tokenizer, or write "
+                "the dialogue by templates"
+            )
+        self._system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
+        dummy = [*self._system, _message("user", "?"), _message("assistant", _MARK)]
+        try:
+            self._render(dummy[:-1], is_open=True)
+        except Exception as error:
+            key = "style" if config.system_prompt is None else "system_prompt"
+            raise ConfigError(
+                f"dialogue.{key}: expected a conversation that the tokenizer's chat template renders, it raises {type(error).__name__}: "
+                f"{error} - leave the system prompt out, or use style plain"
+            ) from error
+        self._dummy = dummy
+        try:
+            ending = self._render(dummy, is_open=False).partition(_MARK)
+            reply = self._after_mark("!")
+        except Exception as error:
+            raise ConfigError(
+                f"dialogue.style: expected a chat template for conversations of several turns, it raises {type(error).__name__}: {error} - "
+                "use style plain"
+            ) from error
+        if not ending[1] or not reply:
+            raise ConfigError(
+                "dialogue.style: expected a chat template that repeats what the assistant said and goes on after it, got one that does not "
+                "- use style plain"
+            )
+        closing = self._encode(ending[2])
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        specials = {*self.stop_token_ids, *[token for token, about in added.items() if about.special]}
+        ends = [token for token in closing if token in specials][:1]
+        self.stop_token_ids = tuple(dict.fromkeys([*self.stop_token_ids, *ends]))
+        self._closing_length = max(1, len(closing))  # 1: the next message's first token may be what ends this one
+
+    def opening(self, observation: str, info: EnvInfo, turns_left: int | None) -> TokenIds:
+        """System prompt, first message, and the beginning of the answer."""
+        return self._encoded(self._first.render(observation, info, 1, turns_left), _OPENING)
+
+    def reply(self, observation: str, info: EnvInfo, *, turn: int, turns_left: int | None, after: TokenIds) -> TokenIds:
+        """What is left of the end of the assistant's message, the next message, and the beginning of the answer."""
+        last = int(after[-1]) if len(after) else _NO_END
+        return self._encoded(self._turn.render(observation, info, turn, turns_left), last if last in self.stop_token_ids else _NO_END)
+
+    def _tokens(self, text: str, after: int) -> list[int]:
+        if after == _OPENING:
+            return self._encode(self._render([*self._system, _message("user", text)], is_open=True))
+        ids = self._encode(self._after_mark(text))
+        closing = ids[: self._closing_length]
+        return ids[closing.index(after) + 1 :] if after in closing else ids
+
+    def _after_mark(self, text: str) -> str:
+        return self._render([*self._dummy, _message("user", text)], is_open=True).partition(_MARK)[2]
+
+    def _render(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open))
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+_STYLES: Final[dict[str, Callable[[DialogueConfig, Any], DialogueFormat]]] = {"plain": PlainFormat, "chat": ChatFormat}
 
 
 def build_dialogue_format(config: DialogueConfig, tokenizer: Any) -> DialogueFormat:

@@ -106,7 +106,7 @@ class Trajectory:
         self.cut_turns = 0  # that reached their token limit
         self.judged_actions = 0  # of which the environment says whether they are admissible
         self.admissible_actions = 0
-        self.started_at = self._loop.time()
+        self.started_at = 0.0  # when it asked for a seat
         self.waiting_s = 0.0  # for a seat, or for a worker
         self.generating_s = 0.0
         self.environment_s = 0.0
@@ -140,6 +140,7 @@ class Trajectory:
         Raises what is broken as a whole: the engine, or the environments.
         """
         self._task = asyncio.current_task()
+        self.started_at = self._loop.time()
         seats, loop = self._table.seats, self._loop
         try:
             runner = self._runner = await seats.take()

@@ -109,9 +109,8 @@ async def validate_trajectories(
         by_domain.setdefault(episode.task.domain, []).append(episode)
     results = {domain: _summarise(of_domain, filtering) for domain, of_domain in sorted(by_domain.items())}
     if total and sum(result.unscored.get("engine_error", 0) for result in results.values()) == total:
-        raise GenerationError(
-            f"the engine failed every trajectory of an evaluation: {next(iter(results.values())).details['engine_error']}"
-        )
+        detail = next(iter(results.values())).details["engine_error"]
+        raise GenerationError(f"the engine failed every trajectory of an evaluation: {detail}")
     return results
 
 
