@@ -65,6 +65,7 @@ def _agentic_questions(config: AgenticConfig) -> Iterator[tuple[str, Question]]:
     yield "group filter", agentic.group_filters
     yield "model", lambda: _check_model(config)
     yield "dialogue", lambda: agentic.dialogue(_tokenizer(config))
+    yield "dry run", lambda: _check_agentic_dry_run(config)
 
 
 def _check_filters(config: RlvrConfig) -> Iterator[Check]:
@@ -138,6 +139,12 @@ def _check_dry_run(config: RlvrConfig) -> Iterator[Check]:
 
     for group in dry_run(config):
         yield _shown_group(group)
+
+
+def _check_agentic_dry_run(config: AgenticConfig) -> Iterator[Check]:
+    from sluice.pipeline.dry_run_agentic import dry_run_agentic
+
+    yield _shown_group(dry_run_agentic(config))
 
 
 def _shown_group(group: DryRun) -> Check:

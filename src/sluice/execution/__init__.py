@@ -28,7 +28,7 @@ from sluice.execution.loops import (
     TokensUsedUp,
     load_loop,
 )
-from sluice.execution.shell import Journal, LocalShell, TaskSource
+from sluice.execution.shell import Journal, LocalShell, Recorder, TaskSource
 from sluice.execution.validation import ValidationResult, validate
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Judged",
     "LocalShell",
     "LoopContext",
+    "Recorder",
     "RolloutLoop",
     "RoundsUsedUp",
     "TaskSource",

@@ -53,6 +53,16 @@ class Journal(Protocol):
         """Something a person should know. level: "warning" or "error"."""
 
 
+class Recorder(Protocol):
+    """Where rollouts are kept. Both calls are quick and never block."""
+
+    def member(self, rollout: Rollout) -> None:
+        """An attempt has delivered."""
+
+    def group(self, record: ev.GroupRecord) -> None:
+        """A group left."""
+
+
 class LocalShell:
     """Owns one machine and plays its instructions. All methods run on the event loop on which it was made."""
 
@@ -72,11 +82,12 @@ class LocalShell:
         on_warning: Callable[[str], None] | None = None,
         user_loop: RolloutLoop | None = None,
         encode: Callable[[str], TokenIds] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """player: makes members; None: each is a single response, for which scorer, decode, response_length and temperature are needed.
 
         user_loop: makes every group of single responses, where the machine's `has_user_loop` says so. encode: text to token ids, for such
-        loops.
+        loops. recorder: is shown every member that delivers, and how its group left.
         """
         if player is None:
             if scorer is None or decode is None or response_length is None or temperature is None:
@@ -92,6 +103,7 @@ class LocalShell:
         self.source = source
         self.engine = engine
         self.journal = journal
+        self._recorder = recorder
         self.encode = encode
         self.late = LateTokens(self.tell)
         self._player = player
@@ -261,6 +273,8 @@ class LocalShell:
         started = perf_counter()
         instructions = self.scheduler.handle(event, self._loop.time())
         self.machine_seconds += perf_counter() - started
+        if self._recorder is not None and type(event) is ev.MemberFinished:
+            self._recorder.member(event.rollout)
         return instructions
 
     def _carry_out(self, instruction: ev.Instruction) -> list[ev.Instruction]:
@@ -306,6 +320,8 @@ class LocalShell:
     def _record(self, instruction: ev.RecordGroup) -> None:
         started = perf_counter()
         self.journal.group(instruction.record)
+        if self._recorder is not None:
+            self._recorder.group(instruction.record)
         self.journal_seconds += perf_counter() - started
         self._changed()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sluice.config import AgenticConfig
 from sluice.environments import EnvironmentHost, check_environment
-from sluice.execution import Journal, LocalShell, ValidationResult
+from sluice.execution import Journal, LocalShell, Recorder, ValidationResult
 from sluice.execution.dialogue import DialogueFormat, build_dialogue_format
 from sluice.execution.trajectories import TrajectoryPlayer
 from sluice.execution.trajectory_validation import validate_trajectories
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sluice.types import Task
 
 HELD_OUT_SEED: Final = 2_000_000_000
-"""Base of the environment seeds of an evaluation. It does not follow the run's seed: runs with several seeds are measured on the same episodes."""
+"""Base of the environment seeds of an evaluation; not the run's seed, so that runs with several seeds are measured on the same episodes."""
 
 
 class AgenticJob(Job):
@@ -100,7 +100,12 @@ class AgenticJob(Job):
         return agentic_scheduler_config(self.config)
 
     async def open(
-        self, scheduler: Scheduler, journal: Journal, on_change: Callable[[], None], on_warning: Callable[[str], None]
+        self,
+        scheduler: Scheduler,
+        journal: Journal,
+        on_change: Callable[[], None],
+        on_warning: Callable[[str], None],
+        recorder: Recorder | None = None,
     ) -> LocalShell:
         """Start the environments and the shell."""
         config = self.config
@@ -121,6 +126,7 @@ class AgenticJob(Job):
             player=self._player,
             on_change=on_change,
             on_warning=on_warning,
+            recorder=recorder,
         )
 
     def new_player(self, host: EnvironmentHost, seed: int) -> TrajectoryPlayer:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sluice.config import RunConfig
-from sluice.execution import Journal, LocalShell, ValidationResult
+from sluice.execution import Journal, LocalShell, Recorder, ValidationResult
 from sluice.filters import DomainFilters, RatioGuard
 from sluice.generation import Engine
 from sluice.scheduler import Scheduler, SchedulerConfig
@@ -49,7 +49,12 @@ class Job(ABC):
 
     @abstractmethod
     async def open(
-        self, scheduler: Scheduler, journal: Journal, on_change: Callable[[], None], on_warning: Callable[[str], None]
+        self,
+        scheduler: Scheduler,
+        journal: Journal,
+        on_change: Callable[[], None],
+        on_warning: Callable[[str], None],
+        recorder: Recorder | None = None,
     ) -> LocalShell:
         """Start what makes members (verifiers, environments) and the shell that plays the machine. On the run's loop."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice.config import RlvrConfig
 from sluice.errors import ConfigError, LoopError
-from sluice.execution import Journal, LocalShell, ValidationResult, validate
+from sluice.execution import Journal, LocalShell, Recorder, ValidationResult, validate
 from sluice.execution.loops import RolloutLoop, load_loop
 from sluice.filters import DomainFilters, RatioGuard, build_domain_filters, build_guard
 from sluice.generation import Engine, SlotEngine
@@ -91,7 +91,12 @@ class RlvrJob(Job):
         return scheduler_config(self.config)
 
     async def open(
-        self, scheduler: Scheduler, journal: Journal, on_change: Callable[[], None], on_warning: Callable[[str], None]
+        self,
+        scheduler: Scheduler,
+        journal: Journal,
+        on_change: Callable[[], None],
+        on_warning: Callable[[str], None],
+        recorder: Recorder | None = None,
     ) -> LocalShell:
         """Start the verifiers and the shell."""
         self._scorer = build_scorer(self.config.rewards, self.config.reward_pool)
@@ -106,6 +111,7 @@ class RlvrJob(Job):
             temperature=self.config.engine.temperature,
             on_change=on_change,
             on_warning=on_warning,
+            recorder=recorder,
             user_loop=self.user_loop,
             encode=self.encode,
         )

@@ -18,7 +18,18 @@ from sluice.pipeline.feed import Feed
 from sluice.pipeline.job import Job
 from sluice.pipeline.loop_thread import LoopThread, Stopped
 from sluice.pipeline.resume import ResumePoint, model_fingerprint
-from sluice.records import ENGINE_TOKENS, MAX_STEPS, SCHEDULER, BatchRecord, Checkpoints, Journal, RunFolder, Sinks, build_sinks
+from sluice.records import (
+    ENGINE_TOKENS,
+    MAX_STEPS,
+    SCHEDULER,
+    BatchRecord,
+    Checkpoints,
+    Journal,
+    RolloutRecorder,
+    RunFolder,
+    Sinks,
+    build_sinks,
+)
 
 if TYPE_CHECKING:
     from sluice.trainer.trl import SluiceGRPOTrainer
@@ -59,10 +70,15 @@ class Run:
         self.earlier_tokens = 0  # sampled by earlier processes
         self.evaluated_at = resumed.step if resumed is not None and resumed.is_evaluated else None  # step of the latest evaluation
         self.model = model_fingerprint(Path(config.model.path))
+        self.recorder = self._new_recorder() if config.records.rollouts else None
         for text in job.warnings:
             self.warn(text)
         if resumed is not None:
             self._tell_of(resumed)
+
+    def _new_recorder(self) -> RolloutRecorder:
+        facts = {"identity": self.folder.identity, "exp_name": self.config.exp_name, "seed": self.config.seed}
+        return RolloutRecorder(self.folder.rollouts, facts)
 
     def _show_warning(self, text: str) -> None:
         """Of the shell, which has written it down."""
@@ -87,7 +103,9 @@ class Run:
 
         started = time.monotonic()
         with LoopThread(self.stop) as self.loop:
-            self.shell = self.loop.run(self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning), OPEN_S)
+            self.shell = self.loop.run(
+                self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning, self.recorder), OPEN_S
+            )
             try:
                 self._restore()
                 self.loop.do(self._start_reporting)
@@ -163,6 +181,8 @@ class Run:
 
         state = self.loop.do(take)
         self.journal.flush()
+        if self.recorder is not None:
+            self.recorder.flush()
         for text in self.checkpoints.write_state(step, state):
             self.warn(text)
 
@@ -246,6 +266,7 @@ class Run:
             lambda: self.loop.do(lambda: self.reporting.cancel() if hasattr(self, "reporting") else None),
             lambda: self.loop.run(self.shell.close(), CLOSE_S),
             lambda: self.loop.run(self.job.close(), CLOSE_S),
+            lambda: None if self.recorder is None else self.recorder.close(),
             lambda: self._account(seconds),
             self.sinks.close,
         )
