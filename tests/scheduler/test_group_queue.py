@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,7 +346,7 @@ def test_the_episode_after_a_rejected_one_is_open_to_every_environment_of_its_gr
     assert offers(queue, 1) == [1] * (8 + redundancy)
     assert [queue.get_episode_id(1, env) for env in range(8)] == [1] * 8  # nobody has put: it is still theirs
     assert offers(queue, 0) == [0] * (8 + redundancy)
-    assert queue.metrics()["scheduler/rejected/low_information/spread"] == 1
+    assert queue.metrics()["scheduler/rejected/invalid/spread"] == 1
 
 
 def test_a_member_of_a_rejected_episode_is_ignored_and_counted_whatever_it_says():
@@ -570,7 +572,7 @@ def test_a_filter_that_never_keeps_ends_in_an_error_that_says_why():
             play(queue, group, episode, 0.0, 1.0)
     assert told == ["batch"]
     for _ in range(2):
-        with pytest.raises(ResampleError, match=r"kept 0 of 6 judged .*low_information/group_filter 6"):
+        with pytest.raises(ResampleError, match=r"kept 0 of 6 judged .*invalid/group_filter 6"):
             queue.get_batch()
     with pytest.raises(ResampleError):
         queue.advance_step(1)
@@ -650,6 +652,7 @@ def test_what_cannot_be_is_a_clear_error(call: Callable[[GroupQueue], object], t
         ({"max_resample_rounds": 0}, "max_resample_rounds"),
         ({"group_filter": 3}, "must be a plain function"),
         ({"group_filter": {"type": "std_filte"}}, "std_filter"),
+        ({"group_filter": {"type": "std_filter"}, "group_size": 1}, "group_size"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changed: dict[str, Any], told: str):
@@ -695,7 +698,14 @@ def test_an_object_with_judge_sees_the_group_and_its_verdict_is_kept():
     assert queue.metrics()["scheduler/group_filter_count"] == 1
 
 
-@pytest.mark.parametrize("given", [{"type": "std_filter"}, build_query_filter({"type": "std_filter"}, group_size=2)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "std_filter"},
+        {"type": "all", "filter_args": {"filters": [{"type": "env_failed"}, {"type": "std_filter"}]}},
+        build_query_filter({"type": "std_filter"}, group_size=2),
+    ],
+)
 def test_a_filter_of_this_project_or_its_configuration_will_do(given: Any):
     queue = make_queue(1, 2, group_filter=given)
     offers(queue, 0)
@@ -713,6 +723,31 @@ def test_without_a_filter_every_whole_group_is_kept_and_one_without_a_reward_is_
     assert queue.metrics()["scheduler/rejected/invalid/incomplete"] == 1
     play(queue, 0, 1, 1.0, 1.0)
     assert of(queue.get_batch()) == [(0, 1)]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_filter_sees_members_without_a_reward_and_keeps_no_group_of_them(keeps: bool):
+    seen: list[Members] = []
+
+    def judge(members: Members) -> bool:
+        seen.append(members)
+        return keeps
+
+    queue = make_queue(1, 2, group_filter=judge)
+    offers(queue, 0)
+    play(queue, 0, 0, 1.0)
+    queue.put(0, 0, 0, {"reward": None})
+    assert [member["reward"] for member in seen[0]] == [1.0, None]
+    assert queue.metrics()[f"scheduler/rejected/invalid/{'incomplete' if keeps else 'judge'}"] == 1
+
+
+def test_a_broken_member_stops_its_group_at_once_where_the_filter_decides_by_one():
+    queue = make_queue(1, 3, group_filter={"type": "env_failed"})
+    offers(queue, 0)
+    assert queue.put(0, 0, 0, dataclasses.replace(make_rollout(), flags=frozenset({"env_failed"})))
+    assert not queue.is_wanted(0, 0)
+    assert offers(queue, 0) == [1, 1, 1]
+    assert queue.metrics()["scheduler/rejected/invalid/env_failed"] == 1
 
 
 def test_a_wrong_answer_of_a_filter_names_it_and_the_answer():
@@ -935,3 +970,22 @@ def test_a_state_that_does_not_fit_is_refused():
     begun.get_batch()
     with pytest.raises(RecordError, match="fresh"):
         begun.load_state_dict(saved)
+
+
+def test_case_92_a_put_never_waits_whatever_is_full():
+    """Case 92: the batch is full and nobody takes it: what comes is ignored and counted, and the end comes at once."""
+    queue = make_queue(1, 1, 2, group_filter=None)
+    assert offers(queue, 0) == [0, 0, 0]
+    assert [queue.put(0, 0, 0, {"reward": 1.0}) for _ in range(3)] == [True, False, False]
+    queue.close()
+    assert queue.metrics()["scheduler/late_results"] == 2
+    assert queue.metrics()["ledger/groups/discarded"] == 1
+
+
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example, "docs/scheduling.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count("(") for line in lines] == [4, 4, 4]
+    assert any(float(line.rpartition(" ")[2]) > 0 for line in lines)

@@ -535,6 +535,17 @@ def test_case_29_a_limit_of_three_rounds_means_three_rounds(kept: tuple[int, ...
         assert player.metrics[0]["scheduler/resample_rounds"] == 3
 
 
+def test_case_33_episodes_never_end_and_no_batch_is_the_last():
+    """Case 33: the last partial batch of the data is not thrown away, since there is none: every batch is whole."""
+    player = Trajectories.of(3)
+    for _ in range(4):
+        player.want(4)
+        for group_id in player.open_group_ids():
+            player.run_group(group_id, 0.0, 1.0)
+        player.step()
+    assert [(len(batch.groups), batch.is_last) for batch in player.batches] == [(4, False)] * 4
+
+
 def test_case_35_a_round_of_good_groups_only_completes_the_batch():
     """Case 35: need 4; round 1 accepts 2, round 2 accepts all: 2 + 2 are used, without a warning."""
     player = Trajectories.of()
@@ -579,6 +590,21 @@ def test_case_45_one_truncated_trajectory_does_not_drop_its_group():
 # ---------------------------------------------------------------- which group
 
 
+def test_case_47_groups_of_different_sizes_each_have_their_own_mean():
+    """Case 47: survivors [1, 3] and [5]: centred [-1, 1] and [0]."""
+    player = Trajectories.of(query=NO_FILTER, on_member_failure="judge", min_members=1)
+    player.want(2)
+    player.run_group(0, 1.0, 3.0)
+    failed, alone = player.members(1)
+    player.end(failed, failure="env_failed", finish_reason="env_failed")
+    player.run(alone, 5.0)
+    groups = player.batches[0].groups
+    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+    counted = [is_counted for group in groups for is_counted in group.counted]
+    assert rewards == [1.0, 3.0, None, 5.0]
+    assert list(group_relative(rewards, [0, 0, 1, 1], mask=counted, scale="none")) == [-1.0, 1.0, 0.0, 0.0]
+
+
 def test_case_51_trajectories_of_one_episode_are_one_group():
     """Case 51: rewards [1, 0, 1, 0] of one task: advantages [.5, -.5, .5, -.5], whatever the ids of the trajectories."""
     player = Trajectories.of(group_size=4)
@@ -619,6 +645,20 @@ def test_case_53_a_member_that_was_replaced_or_restarted_is_asked_for_the_same_p
         player.run(attempt_id, float(attempt_id == 2))
     (group,) = player.batches[0].groups
     assert {rollout.env_id for rollout in group.rollouts} == {f"problem {episode_seed(1, 0, 0)}"}
+
+
+def test_case_57_a_rejected_trajectory_has_no_part_in_the_baseline_of_its_siblings():
+    """Case 57: rewards [100, 1], the first is rejected: it is replaced in its group, and the other's advantage is not -49.5."""
+    player = Trajectories.of(response=FilterConfig(type="reward_range", filter_args={"low": 0.0, "high": 10.0}))
+    player.want(1)
+    player.run(0, 100.0)
+    player.run(1, 1.0)
+    (again,) = player.members(0)
+    assert player.pending[again].seed != player.launches[0].seed  # something else shall be sampled
+    player.run(again, 0.0)
+    (group,) = player.batches[0].groups
+    assert list(group_relative(group.rewards, [0, 0], scale="none")) == [-0.5, 0.5]
+    assert player.metrics[0]["scheduler/response_filter_count"] == 1
 
 
 # ---------------------------------------------------------------- stopping, retries, leaks

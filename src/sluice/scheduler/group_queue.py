@@ -19,10 +19,13 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from sluice.config import EnvManagerConfig, FilterConfig
 from sluice.errors import ConfigError, QueueError, RecordError, ResampleError
-from sluice.filters import DomainFilters, FilterContext, QueryFilter, RatioGuard, build_query_filter, filters_state, load_filters_state
+from sluice.filters import DomainFilters, FilterContext, QueryFilter, RatioGuard, build_group_filter, filters_state, load_filters_state
 from sluice.filters.base import Filter, RewardFilter
+from sluice.filters.build import GROUP_CATEGORY
 from sluice.filters.custom import Custom
+from sluice.filters.whole_group import WholeGroup
 from sluice.scheduler import events as ev
 from sluice.scheduler.machine import Scheduler
 from sluice.scheduler.settings import SchedulerConfig
@@ -104,7 +107,7 @@ class GroupQueue:
         environment group may have open for a step: more than the batch needs make room for groups launched ahead of expected drops.
 
         group_filter: a function gets the list of the members as they were put; an object with `.judge`, and a filter of this project, get
-            the `Group`; None keeps every whole group.
+            the `Group`; None keeps every whole group. A plain False is a drop as `invalid`; say more with a `Verdict`.
         seed: the base seed of the environments. Nothing is drawn at random here; a resumed queue must have the same.
         reward_of: reads the reward of what was put; None: a Rollout's own, or the value of "reward" in a mapping.
         on_work: called when members can be played that could not before, at the end of the call that made them.
@@ -440,12 +443,15 @@ class GroupQueue:
     def _build_filter(self, given: GroupFilter | None) -> QueryFilter:
         """The filter that the machine asks."""
         where = "group_filter"
-        if given is None:
-            return build_query_filter({"type": "no_filter"}, where=where, group_size=self.group_size)
+        if given is None or isinstance(given, Mapping):
+            config = None if given is None else FilterConfig.model_validate(given)
+            return build_group_filter(
+                EnvManagerConfig(group_size=self.group_size, group_filter_config=config), mode="train", where="GroupQueue", min_members=None
+            )
+        context = FilterContext(where=where, group_size=self.group_size, group_size_key="group_size")
         if isinstance(given, Filter):
-            return cast("QueryFilter", given)
-        if isinstance(given, Mapping):
-            return build_query_filter(given, where=where, group_size=self.group_size)
+            own = cast("QueryFilter", given)
+            return own if isinstance(own, RewardFilter) else WholeGroup(context=context, filter=own)
         name = getattr(given, "__name__", type(given).__name__)
         if inspect.isclass(given):
             raise ConfigError(f"{where} must be an object, got the class {name} - build it: {name}(...)")
@@ -458,13 +464,15 @@ class GroupQueue:
         if not callable(given if judge is None else judge) or inspect.iscoroutinefunction(given if judge is None else judge):
             raise ConfigError(f"{where} must be a plain function of the members, or an object with such a .judge(group), got {given!r}")
         has_memory = all(callable(getattr(given, method, None)) for method in ("state_dict", "load_state_dict"))
-        return Custom(
-            context=FilterContext(where=where, group_size=self.group_size),
+        custom: Custom[Any] = Custom(
+            context=context,
             path=where if name == "<lambda>" else name,
-            function=(lambda group: on_members(self._members_of(cast("Group", group)))) if judge is None else judge,
-            category=RewardFilter.drop_category,
+            function=(lambda group: on_members(self._members_of(group))) if judge is None else judge,
+            category=GROUP_CATEGORY,
             memory=cast("Any", given) if has_memory else None,
+            sees_all=True,
         )
+        return WholeGroup(context=context, filter=custom)
 
     # ------------------------------------------------------------ the machine
 
