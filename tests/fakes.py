@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sluice.config.models import FilterConfig, RewardConfig, VerifierConfig
+from sluice.environments import EnvFault, Environment, EnvironmentConfig, EnvReset, EnvStep, InlineRunner, RunningCall
+from sluice.environments.base import Call, FaultKind
 from sluice.filters import DomainFilters, RatioGuard, build_domain_filters
 from sluice.scheduler import GroupRecord, Scheduler, SchedulerConfig
 from sluice.scheduler import events as ev
@@ -465,7 +468,8 @@ class LossyTokenizer:
 
     def written(self, text: str) -> list[int]:
         """A way to write a text that is not how it is encoded."""
-        return [token + self.SECOND if "a" <= chr(token - 2) <= "z" else token for token in self.encode(text, add_special_tokens=False)]
+        is_letter = {ord(letter) + 2 for letter in "abcdefghijklmnopqrstuvwxyz"}
+        return [token + self.SECOND * (token in is_letter) for token in self.encode(text, add_special_tokens=False)]
 
 
 @dataclass(kw_only=True)
@@ -520,3 +524,74 @@ class ScriptedEnvironment:
                 self._info = lambda: {"progress": "much"}  # type: ignore[method-assign]
             case "hang":
                 time.sleep(1.0)
+
+
+class DelayedRunner:
+    """A runner whose calls take time on the loop's clock before an inline one makes them, and may fail instead."""
+
+    def __init__(self, inner: InlineRunner, seconds: Callable[[str], float], fault: Callable[[str], FaultKind | None]) -> None:
+        self.name = inner.name
+        self.running: RunningCall | None = None
+        self._inner = inner
+        self._seconds = seconds
+        self._fault = fault
+
+    async def reset(self, seed: int) -> EnvReset | EnvFault:
+        return await self._call("reset", self._inner.reset, seed)
+
+    async def step(self, action: str) -> EnvStep | EnvFault:
+        return await self._call("step", self._inner.step, action)
+
+    async def _call(self, call: Call, make: Callable[[Any], Awaitable[Any]], argument: int | str) -> Any:
+        assert self.running is None, "one call at a time"
+        seed = argument if isinstance(argument, int) else 0
+        self.running = RunningCall(call=call, since=time.monotonic(), env_id=None, seed=seed)
+        try:
+            seconds = self._seconds(call)
+            await asyncio.sleep(seconds)
+            kind = self._fault(call)
+            if kind is not None:
+                self._inner.leave()
+                return EnvFault(kind=kind, detail=f"{call}: {kind} as it was told", call=call)
+            answer = await make(argument)
+            return dataclasses.replace(answer, seconds=answer.seconds + seconds)
+        finally:
+            self.running = None
+
+    def leave(self) -> None:
+        assert self.running is None, "left in the middle of a call"
+        self._inner.leave()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def interrupt(self, why: str) -> None:
+        raise AssertionError(why)
+
+
+class DelayedHost:
+    """Makes `DelayedRunner`s."""
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        *,
+        seconds: Callable[[str], float] = lambda call: 1.0,
+        fault: Callable[[str], FaultKind | None] = lambda call: None,
+    ) -> None:
+        self.runners: list[DelayedRunner] = []
+        self._make = make
+        self._seconds = seconds
+        self._fault = fault
+
+    def runner(self) -> DelayedRunner:
+        inner = InlineRunner(EnvironmentConfig(type="rooms", run_in="inline"), self._make)
+        self.runners.append(DelayedRunner(inner, self._seconds, self._fault))
+        return self.runners[-1]
+
+    async def __aenter__(self) -> DelayedHost:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for runner in self.runners:
+            await runner.close()

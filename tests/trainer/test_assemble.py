@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -347,3 +348,12 @@ def test_the_completion_length_is_that_of_what_was_sampled_trained_on_or_not() -
 def test_importing_the_room_does_not_import_torch() -> None:
     code = "import sys, sluice.trainer; assert not {'torch', 'transformers', 'trl'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_member_whose_environment_failed_before_it_read_anything_is_a_row_without_a_loss_token() -> None:
+    of_episode = group(0, [(turn([7], [2, 3], [-1.0] * 2),), ()], [1.0, None])
+    task = dataclasses.replace(of_episode.task, prompt_ids=np.zeros(0, dtype=np.int64))
+    samples = samples_from_batch(batch(dataclasses.replace(of_episode, task=task)))
+    assert [len(sample.prompt_ids) for sample in samples] == [1, 1]
+    assert [len(sample.completion_ids) for sample in samples] == [2, 0]
+    assert not samples[1].is_counted

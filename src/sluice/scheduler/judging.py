@@ -30,7 +30,7 @@ class Judging(Core):
                 rollouts.append(rollout)
                 counted.append(is_counted)
         group = group_of(open_group, tuple(rollouts), tuple(counted))
-        if len({rollout.env_id for rollout in rollouts}) > 1:
+        if len({rollout.env_id for rollout in rollouts} - {None}) > 1:  # None: it does not say, or failed before it could
             self._decide(open_group, group, self._different_problems(open_group, group, out), now, out)
             return
         try:
@@ -41,7 +41,7 @@ class Judging(Core):
 
     def _different_problems(self, open_group: OpenGroup, group: Group, out: list[ev.Instruction]) -> Verdict:
         """The environments of siblings gave them different problems: their rewards cannot be compared."""
-        problems = sorted({str(rollout.env_id) for rollout in group.rollouts})
+        problems = sorted({rollout.env_id for rollout in group.rollouts if rollout.env_id is not None})
         key = (group.task.domain, "different_problems")
         if key not in self._first_details:
             self._first_details[key] = ", ".join(problems[:3])

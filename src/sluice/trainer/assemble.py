@@ -20,6 +20,8 @@ from sluice.types import Batch, Group, Mask, Rollout, Sample, TokenIds
 
 NOT_SAMPLED: Final = -1  # version of a token that the policy did not sample
 
+_PLACEHOLDER: Final[TokenIds] = np.zeros(1, dtype=np.int64)  # any token: no token of its row trains
+
 Advantages = npt.NDArray[np.float64]
 
 StaleTokens = Literal["train", "mask"]
@@ -74,6 +76,8 @@ def _sample(group: Group, rollout: Rollout, is_counted: bool, stale_tokens: Stal
         sampled.append(np.ones(len(turn.token_ids), dtype=np.bool_))
         logprobs.append(turn.inference_logprobs)
     prompt_ids = rollout.turns[0].prompt_ids if rollout.turns else group.task.prompt_ids
+    if not rollout.turns and not is_counted and not len(prompt_ids):  # its environment failed before it said anything
+        prompt_ids = _PLACEHOLDER
     if not len(prompt_ids):
         raise TrainerError(f"{where}: expected a prompt of at least one token, got none - the first completion token would have no context")
     if is_counted and rollout.reward is None:
