@@ -446,6 +446,23 @@ def test_the_threshold_moves_to_where_the_floor_holds(seed: int) -> None:
         assert watch.precision.low >= 0.9
 
 
+@pytest.mark.parametrize(("precision", "most"), [(0.85, 0.03), (0.88, 0.25)])
+def test_a_gate_a_little_below_its_floor_hardly_opens(precision: float, most: float) -> None:
+    """The bound is looked at after every audited group: now and then it is lucky. As a share of what an open gate would have cut."""
+    cuts = 0
+    for seed in range(3):
+        cuts += len(run(holding(), World(seed, 0.0, beyond=precision), 4000)[0])
+    assert cuts / 3 < most * (0.8 * 0.4 * 4000)
+
+
+@pytest.mark.parametrize("precision", [0.95, 0.99])
+def test_a_gate_above_its_floor_is_open_most_of_the_time_and_stays_above_it(precision: float) -> None:
+    for seed in range(2):
+        cuts, _ = run(holding(), World(seed, 0.3, chance=precision), 4000)
+        assert len(cuts) > 0.5 * (0.8 * 0.4 * 4000)
+        assert sum(cuts) / len(cuts) > 0.9
+
+
 def test_it_switches_off_with_a_warning_when_the_policy_has_changed_and_opens_again() -> None:
     watch = holding(window=100)
     run(watch, World(1, 0.3), 600)

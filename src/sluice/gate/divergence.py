@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain, count
+from itertools import accumulate, chain, combinations, count, pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
-from rapidfuzz.process import cdist
 
 from sluice.errors import ConfigError, GateError
 
@@ -48,7 +47,9 @@ Actions: TypeAlias = Sequence[Sequence[Hashable]]
 _END: Final = "\0"  # stands for END in an encoded prefix: actions are numbered from 1
 _NOT_GIVEN: Final = object()
 _PLAIN: Final = frozenset({list, tuple, str})
-_EDITS: Final = Levenshtein.distance
+_CODES: Final = "".join(map(chr, range(1, 4097)))  # enough for nearly all groups: longer ones are numbered as they come
+_edits: Final = Levenshtein.distance
+_SMALL: Final = 1000  # n x n x k up to which plain sets are faster than numpy: its calls cost more than the work in them
 _DENSE: Final = 4096  # columns up to which it costs less to leave room for every possible bigram than to look for those that occur
 
 
@@ -60,24 +61,30 @@ def signals(actions: Actions, k: int, observations: Sequence[Sequence[Hashable]]
     members out. Raises `GateError` for what cannot be compared, `ConfigError` for a bad `k`.
     """
     check_k(k)
-    prefixes = [member[:k] if type(member) in _PLAIN else _sequence(member, index)[:k] for index, member in enumerate(_members(actions))]
+    members = _members(actions)
+    if _PLAIN.issuperset(map(type, members)):
+        prefixes = [member[:k] for member in members]
+    else:
+        prefixes = [_sequence(member, index)[:k] for index, member in enumerate(members)]
     lengths = [*map(len, prefixes)]
     seen = None if observations is None else _seen(observations, lengths, k)
     flat = [*chain.from_iterable(prefixes)]
     _check_types({*map(type, flat)}, flat)
     try:
         # Numbered from 1 in order of appearance: the characters of a text, which is what the C code compares fastest.
-        codes = dict(zip(dict.fromkeys(flat), map(chr, count(1)), strict=False))
+        order = dict.fromkeys(flat)
     except TypeError:
         raise _unhashable(prefixes) from None
+    codes = dict(zip(order, _CODES if len(order) <= len(_CODES) else map(chr, count(1)), strict=False))
     encoded = "".join(map(codes.__getitem__, flat))
-    texts: list[str] = []
-    start = 0
-    for length in lengths:
-        text = encoded[start : start + length]
-        texts.append(text if length == k else text.ljust(k, _END))
-        start += length
-    return _measure(texts, len(codes) + 1, sum([length < k for length in lengths]), seen, k)
+    whole = lengths.count(k)
+    n = len(lengths)
+    if whole == n:
+        texts = [encoded[start : start + k] for start in range(0, n * k, k)]
+    else:
+        ends = [*accumulate(lengths)]
+        texts = [encoded[end - length : end].ljust(k, _END) for end, length in zip(ends, lengths, strict=True)]
+    return _measure(texts, len(codes) + 1, n - whole, seen, k)
 
 
 class PrefixSignals:
@@ -173,13 +180,12 @@ _END_SEEN: Final = _EndSeen()
 def _measure(texts: list[str], codes: int, ended: int, seen: list[Hashable] | None, k: int) -> dict[str, float]:
     """The signals of n encoded prefixes of length k, of characters 0 to codes - 1."""
     n = len(texts)
-    pairs = n * (n - 1) // 2
     last = [text[-1] for text in texts]
     different = {*last}
     counts = [last.count(code) for code in different]
     measured = {
         # Sums of whole numbers first, one division last: the same float whatever the order, and the one that a decimal is read as.
-        "prefix_edit_distance_mean": int(cdist(texts, texts, scorer=_EDITS).sum()) // 2 / (pairs * k),
+        "prefix_edit_distance_mean": sum([_edits(a, b) for a, b in combinations(texts, 2)]) / (n * (n - 1) // 2 * k),
         "action_bigram_jaccard_mean": _bigram_distance(texts, codes, k) if k > 1 else 0.0,
         "unique_prefix_ratio": len({*texts}) / n,
         "unique_action_ratio": len(different) / n,
@@ -193,7 +199,21 @@ def _measure(texts: list[str], codes: int, ended: int, seen: list[Hashable] | No
 
 
 def _bigram_distance(texts: list[str], codes: int, k: int) -> float:
-    """Mean over pairs of 1 - Jaccard of their sets of bigrams: members as rows of zeros and ones, one column per bigram."""
+    """Mean over pairs of 1 - Jaccard of their sets of bigrams. Sums are rounded once (fsum), so that the order does not matter."""
+    n = len(texts)
+    if n * n * k > _SMALL:
+        return _bigram_distance_of_many(texts, codes, k)
+    sets = [{*pairwise(text)} for text in texts]
+    sizes = [*map(len, sets)]
+    shares = []
+    for (a, size_a), (b, size_b) in combinations(zip(sets, sizes, strict=True), 2):
+        common = len(a & b)
+        shares.append(common / (size_a + size_b - common))
+    return 1.0 - math.fsum(shares) / len(shares)
+
+
+def _bigram_distance_of_many(texts: list[str], codes: int, k: int) -> float:
+    """The same for many or long prefixes: members as rows of zeros and ones, one column per bigram."""
     n = len(texts)
     actions = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32).reshape(n, k)
     bigrams = actions[:, :-1].astype(np.int64) * codes + actions[:, 1:]  # [n, k - 1]
@@ -206,8 +226,7 @@ def _bigram_distance(texts: list[str], codes: int, k: int) -> float:
     rows = has.reshape(n, columns)
     common = (rows @ rows.T).astype(np.float64)  # [n, n] counts, and therefore exact
     sizes = common.diagonal()
-    shares = common / (sizes[:, None] + sizes - common)  # the diagonal: 1
-    # fsum rounds once, so that the order does not matter. All ordered pairs and the n ones of the diagonal are in it.
+    shares = common / (sizes[:, None] + sizes - common)  # all ordered pairs, and n ones on the diagonal
     return 1.0 - (math.fsum(shares.ravel().tolist()) - n) / (n * (n - 1))
 
 
@@ -250,19 +269,16 @@ def _seen(observations: Any, lengths: list[int], k: int) -> list[Hashable]:
         raise GateError(
             f"observations: expected one sequence per member, that is {len(lengths)}, got {found} - give them for all members or for none"
         )
-    seen: list[Hashable] = []
-    for index, (row, length) in enumerate(zip(observations, lengths, strict=True)):
-        if length < k:
-            seen.append(_END_SEEN)
-            continue
-        values = row if type(row) in _PLAIN else _sequence(row, index, "observations")
-        if len(values) < k:
-            raise GateError(
-                f"observations of member {index}: expected at least {k}, one before each of its first {k} actions, got {len(values)} - "
-                "give what it saw before each action, the first observation included"
-            )
-        seen.append(values[k - 1])
-    return seen
+    if not _PLAIN.issuperset(map(type, observations)):
+        observations = [_sequence(row, index, "observations") for index, row in enumerate(observations)]
+    try:
+        return [row[k - 1] if length == k else _END_SEEN for row, length in zip(observations, lengths, strict=True)]
+    except IndexError:
+        index, got = next((i, len(row)) for i, (row, n) in enumerate(zip(observations, lengths, strict=True)) if n == k and len(row) < k)
+        raise GateError(
+            f"observations of member {index}: expected at least {k}, one before each of its first {k} actions, got {got} - "
+            "give what it saw before each action, the first observation included"
+        ) from None
 
 
 def _different(seen: list[Hashable]) -> set[Hashable]:
