@@ -57,6 +57,7 @@ class AgenticJob(Job):
         self._host: EnvironmentHost | None = None  # between `open` and `close`
         self._val_host: EnvironmentHost | None = None
         self._player: TrajectoryPlayer | None = None
+        self._val_player: TrajectoryPlayer | None = None  # one for all evaluations: it keeps its environments
 
     @classmethod
     def build(cls, config: AgenticConfig, phase: Callable[[str], None]) -> AgenticJob:
@@ -118,6 +119,7 @@ class AgenticJob(Job):
                 await self._host.close()
                 raise
         self._player = self.new_player(self._host, config.seed)
+        self._val_player = self.new_player(self._val_host, HELD_OUT_SEED)
         return LocalShell(
             scheduler=scheduler,
             source=self.task_source,
@@ -135,11 +137,11 @@ class AgenticJob(Job):
 
     async def validate(self, on_result: Callable[[int, int], None]) -> dict[str, ValidationResult]:
         """Play every held-out episode."""
-        assert self._val_host is not None
+        assert self._val_player is not None
         assert self.config.val_env_manager is not None
         return await validate_trajectories(
             self.held_out,
-            self.new_player(self._val_host, HELD_OUT_SEED),
+            self._val_player,
             repeats=self.config.val_env_manager.group_size,
             temperature=self.config.validation.temperature,
             seed=HELD_OUT_SEED,
