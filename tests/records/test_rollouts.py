@@ -545,6 +545,8 @@ def test_a_run_that_is_killed_and_resumed_records_what_run_db_has_nothing_twice_
     assert player.recorder is not None
     player.recorder.close()
     recorded = {group.group_id: group for group in read_rollouts(place)}
+    attempts = [rollout.attempt_id for group in recorded.values() for rollout in (*group.members, *group.rejected)]
+    assert len(attempts) == len(set(attempts))  # no mixture of two processes, no member twice (public reports, case 98)
     for group_id, told in player.told.items():
         members = [rollout.attempt_id for rollout, _ in told.members]
         record = told.record

@@ -88,7 +88,7 @@ class RolloutRecorder:
     # ------------------------------------------------------------ what can be told
 
     def member(self, rollout: Rollout) -> None:
-        """An attempt delivers: to be told before the machine judges it."""
+        """An attempt has delivered: to be told before its group leaves."""
         if self._error is None:
             self._delivered.setdefault(rollout.group_id, []).append(rollout)
 
