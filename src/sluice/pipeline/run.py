@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sluice.config import RunConfig
 from sluice.errors import RewardError, TrainerError
-from sluice.execution import ValidationResult
+from sluice.execution import LocalShell, ValidationResult
 from sluice.filters import filters_state
 from sluice.pipeline.display import Display
 from sluice.pipeline.feed import Feed
@@ -76,6 +76,9 @@ class Run:
         if resumed is not None:
             self._tell_of(resumed)
 
+    def _open(self) -> Coroutine[Any, Any, LocalShell]:
+        return self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning, self.recorder)
+
     def _new_recorder(self) -> RolloutRecorder:
         facts = {"identity": self.folder.identity, "exp_name": self.config.exp_name, "seed": self.config.seed}
         return RolloutRecorder(self.folder.rollouts, facts)
@@ -103,9 +106,7 @@ class Run:
 
         started = time.monotonic()
         with LoopThread(self.stop) as self.loop:
-            self.shell = self.loop.run(
-                self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning, self.recorder), OPEN_S
-            )
+            self.shell = self.loop.run(self._open(), OPEN_S)
             try:
                 self._restore()
                 self.loop.do(self._start_reporting)
