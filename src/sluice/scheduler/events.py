@@ -238,8 +238,6 @@ class RecordGroup:
     """A group left: write its record down."""
 
     record: GroupRecord
-    members: tuple[tuple[Rollout, bool], ...] = ()  # that it had then, and whether each enters statistics
-    is_whole: bool = False  # every member had delivered, or was lost for good: it could be judged
     members: tuple[tuple[Rollout, bool], ...] = ()  # that it had then, and whether each counts; () where an earlier process had them
     is_whole: bool = False  # every member had delivered, or was lost for good: it was judged, or about to be
 
