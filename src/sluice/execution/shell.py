@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol
@@ -59,8 +59,8 @@ class Recorder(Protocol):
     def member(self, rollout: Rollout) -> None:
         """An attempt has delivered."""
 
-    def group(self, record: ev.GroupRecord) -> None:
-        """A group left."""
+    def group(self, record: ev.GroupRecord, members: Iterable[tuple[Rollout, bool]], *, is_whole: bool) -> None:
+        """A group left, with these members, and whether each counts; is_whole: it could be judged."""
 
 
 class LocalShell:
@@ -321,7 +321,7 @@ class LocalShell:
         started = perf_counter()
         self.journal.group(instruction.record)
         if self._recorder is not None:
-            self._recorder.group(instruction.record)
+            self._recorder.group(instruction.record, instruction.members, is_whole=instruction.is_whole)
         self.journal_seconds += perf_counter() - started
         self._changed()
 
