@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.generation.prefill import Pace, plan_prefill
+from sluice.generation.planning import Pace, Spread, plan_decode, plan_prefill
 from sluice.generation.rows import RowTable
 
 SLOTS = 6
@@ -129,12 +129,12 @@ class Played:
             self.sampled(plan.rows)
 
     def decode(self) -> None:
-        for stretch in reversed(self.table.stretches()):
-            for row in stretch.rows.tolist():
-                assert self.begun[self.table.owners[row]] == stretch.edition
+        for plan in reversed(plan_decode(self.table)):
+            for row in plan.rows.tolist():
+                assert self.begun[self.table.owners[row]] == plan.edition
                 self.store(row, self.table.cached[row], self.table.cached[row] + 1, row)
-            self.table.cached[stretch.rows] += 1
-            self.sampled(stretch.rows)
+            self.table.cached[plan.rows] += 1
+            self.sampled(plan.rows)
 
     def rest(self, slots) -> None:
         table = self.table
@@ -186,7 +186,8 @@ class Played:
         table = self.table
         for edition in set(table.edition[: table.count].tolist()):
             assert np.all(np.diff(table.is_open[: table.count][table.edition[: table.count] == edition].astype(int)) >= 0)
-        assert all(len(stretch.rows) == stretch.end - stretch.first for stretch in table.stretches()) or len(table.waiting())
+        assert table.misplaced() == 0
+        assert all(plan.excess == 0 for plan in plan_decode(table)) or len(table.waiting())
 
     def tidy(self, leaving, *, apart: bool = False) -> None:
         moves, moved = self.table.tidy(leaving, apart=apart)
@@ -218,13 +219,11 @@ class Played:
             if owner not in self.mixed:
                 assert set(self.computed_by[slot, :cached].tolist()) <= {self.weights_of[int(table.edition[slot])]}
         assert np.all(np.diff(table.edition[: table.count]) >= 0)
-        stretches = table.stretches()
-        assert (
-            sorted(row for stretch in stretches for row in stretch.rows.tolist()) == np.flatnonzero(table.is_ready[: table.count]).tolist()
-        )
-        for stretch in stretches:
-            assert (stretch.first, stretch.end - 1) == (stretch.rows[0], stretch.rows[-1])
-            assert set(table.edition[stretch.first : stretch.end].tolist()) == {stretch.edition}
+        plans = plan_decode(table)
+        assert sorted(row for plan in plans for row in plan.rows.tolist()) == np.flatnonzero(table.is_ready[: table.count]).tolist()
+        for plan in plans:
+            assert set(table.edition[plan.slots].tolist()) == {plan.edition}
+            assert plan.slots.tolist() in (plan.rows.tolist(), list(range(plan.rows[0], plan.rows[-1] + 1)))
 
 
 def play(played) -> None:
@@ -293,10 +292,10 @@ def test_each_edition_closes_its_own_gaps():
         for prompt in prompts:
             game.seat(prompt)
         game.prefill(25)
-    assert [(s.edition, s.first, s.end) for s in game.table.stretches()] == [(0, 0, 2), (1, 2, 4), (2, 4, 6)]
+    assert [(plan.edition, plan.slots.tolist()) for plan in plan_decode(game.table)] == [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])]
     moves, moved = game.table.tidy([0])
     assert moved == [(0, 1), (1, 3), (3, 5)]  # the last of each takes the place that became free before it
-    assert [(s.edition, s.first, s.end) for s in game.table.stretches()] == [(0, 0, 1), (1, 1, 3), (2, 3, 5)]
+    assert [(plan.edition, plan.slots.tolist()) for plan in plan_decode(game.table)] == [(0, [0]), (1, [1, 2]), (2, [3, 4])]
 
 
 def test_waiting_rows_of_another_edition_are_prefilled_in_a_pass_of_their_own():
@@ -318,8 +317,8 @@ def test_rows_at_rest_stay_where_they_are_and_ready_ones_around_them_are_one_sli
         game.seat(prompt)
     game.prefill(25)
     game.rest([1, 3])
-    (stretch,) = game.table.stretches()
-    assert (stretch.first, stretch.end, stretch.rows.tolist()) == (0, 3, [0, 2])
+    (plan,) = plan_decode(game.table)
+    assert (plan.slots.tolist(), plan.rows.tolist(), plan.excess) == ([0, 1, 2], [0, 2], 1)
     assert game.slot_of == {0: 0, 1: 1, 2: 2, 3: 3}
     game.go_on(1, (7, 8))
     assert game.table.waiting().tolist() == [1]
@@ -351,6 +350,46 @@ def test_the_table_has_no_room_beyond_its_slots():
         game.seat((1,))
     with pytest.raises(IndexError):
         game.table.seat(99, np.array([1]), max_new=1, temperature=1.0, noise_key=0)
+
+
+# ---------------------------------------------------------------- how to decode
+
+
+def scattered(which, *, new=50) -> RowTable[int]:
+    """Thirty rows of which only these are ready."""
+    table: RowTable[int] = RowTable(30, 200)
+    for owner in range(30):
+        table.seat(owner, np.array([owner]), max_new=new, temperature=1.0, noise_key=0)
+    rows = np.arange(30)
+    table.stored(rows, np.ones(30, dtype=np.int64), is_complete=True)
+    table.append(rows, rows, np.zeros(30, dtype=np.float32))
+    table.rest(np.array([row for row in range(30) if row not in which]), edition=0)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("which", "slots", "excess"),
+    [([4, 5, 6], [4, 5, 6], 0), ([4, 6, 8], [4, 5, 6, 7, 8], 2), ([4, 20], [4, 20], 3), ([7], [7], 0), ([0, 1, 2, 7], list(range(8)), 4)],
+)
+def test_ready_rows_are_read_as_a_slice_or_copied_when_they_are_few_and_far_apart(which, slots, excess):
+    (plan,) = plan_decode(scattered(which))
+    assert (plan.rows.tolist(), plan.slots.tolist(), plan.excess) == (which, slots, excess)
+
+
+def passes_until_moved(which, *, new, lengths) -> int | None:
+    table, spread = scattered(which, new=new), Spread()
+    for length in lengths:
+        spread.note_end(length)
+    return next((i for i in range(100) if spread.is_too_wide(table, plan_decode(table))), None)
+
+
+def test_rows_are_moved_together_once_the_distance_has_cost_what_the_moves_do():
+    which = list(range(0, 30, 2))  # 14 rows too many are computed, 16 would move: 96 rows' worth, with the margin
+    assert passes_until_moved(which, new=50, lengths=[]) == 6
+    assert passes_until_moved(which, new=50, lengths=[40] * 9) == 6
+    assert passes_until_moved(which, new=50, lengths=[5] * 9) is None  # turns are short: the rows will be others by then
+    assert passes_until_moved(which, new=5, lengths=[]) is None
+    assert passes_until_moved(range(5, 25), new=50, lengths=[]) is None
 
 
 # ---------------------------------------------------------------- when to prefill

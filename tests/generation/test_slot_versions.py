@@ -159,7 +159,7 @@ def test_a_version_is_freed_with_its_last_response(qwen2_path, models):
     with loaded(qwen2_path, slots=3) as engine:
 
         def note(handles, passes):
-            assert [stretch.edition for stretch in engine._rows.stretches()] == [0, 1, 2]
+            assert [int(engine._rows.edition[rows[0]]) for rows in engine._rows.ready()] == [0, 1, 2]
             kept.append([weakref.ref(tensor) for tensors in engine._weights._editions.values() for tensor in tensors])
 
         generations, _, passes = played(engine, asked, {1: publish(models[1], 1), 4: publish(models[2], 2), 12: note})

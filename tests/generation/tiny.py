@@ -193,12 +193,12 @@ class Turnstile:
         self._decode = engine._model.decode
         engine._model.decode = self._stop_and_go
 
-    def _stop_and_go(self, tokens, positions, first, rows):
+    def _stop_and_go(self, tokens, positions, slots, rows):
         self._arrived.release()
         if not self._is_open:
             assert self._tickets.acquire(timeout=30), "nobody let the engine through"
         self.rows.append(len(rows))
-        return self._decode(tokens, positions, first, rows)
+        return self._decode(tokens, positions, slots, rows)
 
     async def arrival(self) -> None:
         """Wait until the engine stands before a decoding pass."""

@@ -7,7 +7,7 @@
 - slot.py        the in-process engine: its thread, queue, cancels and publishes
   - handle.py    an open request, and how its outcome reaches the event loop
   - rows.py      the table of sequences in slots: at rest, waiting or ready
-  - prefill.py   who is prefilled next, and whether yet
+  - planning.py  who is computed next, whether yet, and how
   - model.py     a transformers model with slots: tokens in, next-token logits out
   - cache.py     keys and values of all slots
   - sampling.py  how a token is drawn, and its log-prob

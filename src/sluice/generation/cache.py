@@ -24,7 +24,7 @@ class Pass:
     """Where one forward pass writes its keys and values, and which it attends to.
 
     The pass computes U input rows of T tokens. `N` entries are written; one computed token may be written to several slots (siblings
-    that share a prompt). A decoding pass has T = 1 and its input rows are consecutive slots, of which some may not be written.
+    that share a prompt). Of a decoding pass, T = 1, some input rows may not be written.
     """
 
     write_rows: torch.Tensor  # [N] slots written to

@@ -19,7 +19,7 @@ class Dialogue(Generic[Handle]):
     `held` is what the next request continues: every prompt that was taken and every token that was sampled.
     """
 
-    __slots__ = ("failure", "handle", "held", "is_ended", "key", "slot", "unseated")
+    __slots__ = ("failure", "handle", "held", "is_ended", "key", "rested_at", "slot", "unseated")
 
     def __init__(self, key: tuple[Purpose, int] | None) -> None:
         self.key = key  # None: a request that stands alone
@@ -29,6 +29,7 @@ class Dialogue(Generic[Handle]):
         self.failure: str | None = None  # why its last request failed
         # Kept by an engine with slots, in its own thread:
         self.slot = -1  # where its tokens are, seated or at rest
+        self.rested_at = 0.0  # when its last request ended, by time.perf_counter
         self.unseated: list[TokenIds] = []  # tokens held that are in no slot: all, or those after the slot's
 
     def take_unseated(self, prompt: TokenIds) -> TokenIds:

@@ -74,25 +74,25 @@ class SlotModel:
         logits: torch.Tensor = out.logits
         return logits[:, -1]
 
-    def decode(self, tokens: Index, positions: Index, first: int = 0, rows: Index | None = None) -> torch.Tensor:
-        """One more token for slots among first .. first + S - 1. tokens, positions [S]; rows [R]: those slots, in order; None: all of them.
+    def decode(self, tokens: Index, positions: Index, slots: Index, rows: Index) -> torch.Tensor:
+        """One more token for each of the slots `rows` [R]; returns their next-token logits, [R, V].
 
-        The others are computed and forgotten: what their slots hold stays as it is. Returns next-token logits of `rows`, [R, V].
+        tokens, positions, slots [S]: what is computed: those slots, or a slice that holds them, of which the others are computed and
+        forgotten: what they hold stays as it is. A slice is read without a copy. All in order.
         """
-        end = first + len(tokens)
         at = torch.from_numpy(positions)
         key_length = min(self.cache.max_length, -(-(int(positions.max()) + 1) // _KEY_LENGTH_MULTIPLE) * _KEY_LENGTH_MULTIPLE)
+        first, end = int(slots[0]), int(slots[-1]) + 1
         picked = source = source_tokens = None
-        write_rows, write_positions = torch.arange(first, end), at
-        if rows is not None and len(rows) < len(tokens):
-            write_rows = torch.from_numpy(rows)
+        write_rows, write_positions = torch.from_numpy(rows), at
+        if len(rows) < len(slots):
             source = write_rows - first
             source_tokens = torch.zeros_like(source)
             write_positions = at[source]
             picked = (source, source_tokens)
         plan = Pass(
             write_rows=write_rows, write_positions=write_positions, source_rows=source, source_tokens=source_tokens,
-            read_rows=slice(first, end), key_length=key_length, capacity=end, length=key_length,
+            read_rows=_read(slots), key_length=key_length, capacity=end, length=key_length,
         )  # fmt: skip
         visible = torch.arange(key_length) <= at[:, None]
         return self._forward(plan, torch.from_numpy(tokens)[:, None], at[:, None], visible[:, None, None, :], picked)
@@ -115,8 +115,7 @@ class SlotModel:
         visible: torch.Tensor
         read: torch.Tensor | slice | None
         if starts.any():
-            first, end = int(leaders[0]), int(leaders[-1]) + 1
-            read = slice(first, end) if end - first == len(leaders) else torch.from_numpy(leaders)
+            read = _read(leaders)
             visible = torch.arange(key_length) <= torch.from_numpy(query)[:, None, :, None]
         else:
             # Nothing is stored yet: the pass's own keys are all there is, and padding stands to the right of every real token.
@@ -146,8 +145,8 @@ class SlotModel:
         try:
             self.prefill(ids[:, :5], np.array([5, 3]), zero, both, both, both)
             self.prefill(ids[:1, 5:7], np.array([2]), np.array([5]), both[:1], both[:1], zero[:1])
-            self.decode(ids[both, [0, 3]], np.array([7, 3]))  # row 0 is written again below
-            found = self.decode(ids[both, lengths - 1], lengths - 1)
+            self.decode(ids[both, [0, 3]], np.array([7, 3]), both, both[1:])  # row 0 is only computed
+            found = self.decode(ids[both, lengths - 1], lengths - 1, both, both)
             expected = torch.cat(
                 [self.net(input_ids=torch.from_numpy(ids[i : i + 1, :n]), use_cache=False).logits[:, -1] for i, n in enumerate(lengths)]
             )
@@ -166,3 +165,9 @@ class SlotModel:
                 f"differs from an ordinary forward pass by {difference:.2g} (at most {tolerance:.2g} expected) - its layers keep other "
                 f"state than keys and values, or ignore the attention mask: use a model with plain attention (Llama, Qwen2, ...)"
             )
+
+
+def _read(slots: Index) -> torch.Tensor | slice:
+    """Slots in order as an index of the cache: a slice where they stand side by side."""
+    first, end = int(slots[0]), int(slots[-1]) + 1
+    return slice(first, end) if end - first == len(slots) else torch.from_numpy(slots)

@@ -2,8 +2,6 @@
 
 A row is in one of three states. At rest: no request of it is open; it holds its place in case its dialogue goes on. Waiting: it has tokens
 to prefill. Ready: it waits for its next token only. Rows of any state stand side by side, so that none moves because its state changes.
-A decoding pass reads a plain slice of the cache, from the first ready row to the last; what stands between is computed with them, and
-nothing of it is kept.
 
 Invariants: slots 0 .. count - 1 are taken. Editions (sets of weights) never fall from one row to the next, so that each has a slice of its
 own; new rows and rows at rest have the newest one. `cached` < `length` always: the last token of a row is never stored yet. A ready row has
@@ -24,16 +22,6 @@ from sluice.types import Logprobs, TokenIds
 Index = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Owner = TypeVar("Owner")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Rows that one decoding pass can compute: the ready ones of one edition, and the slice they stand in."""
-
-    edition: int
-    first: int
-    end: int  # slot after the last
-    rows: Index  # [R] ready rows within, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,16 +150,13 @@ class RowTable(Generic[Owner]):
         span = slice(int(self.prompt_length[row]), int(self.length[row]))
         return self.tokens[row, span].copy(), self.logprobs[row, span].copy()
 
-    def stretches(self) -> list[Stretch]:
-        """The slices to decode, in order of edition."""
+    def ready(self) -> list[Index]:
+        """Rows that wait for their next token only, by edition, in order."""
         rows = np.flatnonzero(self.is_ready[: self.count])
         if not len(rows):
             return []
         editions = self.edition[rows]
-        parts = [rows] if editions[0] == editions[-1] else np.split(rows, np.flatnonzero(editions[1:] != editions[:-1]) + 1)
-        return [
-            Stretch(edition=int(self.edition[part[0]]), first=int(part[0]), end=int(part[-1]) + 1, rows=part) for part in parts
-        ]  # fmt: skip
+        return [rows] if editions[0] == editions[-1] else np.split(rows, np.flatnonzero(editions[1:] != editions[:-1]) + 1)
 
     # ---------------------------------------------------------------- weights that change
 
@@ -210,6 +195,16 @@ class RowTable(Generic[Owner]):
         self.is_open[rows] = self.is_ready[rows] = self.has_begun[rows] = False
         self.since[rows] = self._now = self._now + 1
 
+    def _sections(self, *, apart: bool) -> Index:
+        """Where rows belong: those of a lower number first. [count]"""
+        live = slice(0, self.count)
+        return 2 * self.edition[live] + self.is_open[live] if apart else self.edition[live]
+
+    def misplaced(self) -> int:
+        """Rows that `tidy` would move to put those at rest apart."""
+        sections = self._sections(apart=True)
+        return int(np.count_nonzero(sections != np.sort(sections)))
+
     def tidy(self, leaving: Sequence[int] | Index = (), *, apart: bool = False) -> tuple[Moves | None, list[tuple[int, Owner]]]:
         """Let rows go and put the others in order, of which only those move that must.
 
@@ -219,9 +214,7 @@ class RowTable(Generic[Owner]):
         stays = np.ones(self.count, dtype=np.bool_)
         stays[np.asarray(leaving, dtype=np.int64)] = False
         kept = np.flatnonzero(stays)
-        section = 2 * self.edition[kept]
-        if apart:
-            section += self.is_open[kept]
+        section = self._sections(apart=apart)[kept]
         come: list[Index] = []
         go: list[Index] = []
         start = 0

@@ -6,6 +6,7 @@ the thread reads between two passes; nobody waits for a pass except `publish` an
 
 A dialogue comes to rest in its slot when a request of it ends, and its next request computes the new tokens only. When all slots are taken,
 a request that needs one gets that of the dialogue that has rested longest, whose tokens are put aside and prefilled anew when it goes on.
+It has rested for a moment then, so that a crowd of dialogues with fast replies does not take the slots from one another at every turn.
 
 With `on_weight_update: finish` a publish leaves live rows under the weights that began them: those stay in memory beside the new ones, as
 an edition of their own, and each edition that has rows decodes in a pass of its own, until its last row has ended.
@@ -33,7 +34,7 @@ from sluice.generation.dialogues import Dialogue, Dialogues
 from sluice.generation.handle import Outcome, SlotHandle, call, reject, resolve
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
-from sluice.generation.prefill import Pace, plan_prefill
+from sluice.generation.planning import Pace, Spread, plan_decode, plan_prefill
 from sluice.generation.rows import Index, RowTable
 from sluice.generation.sampling import has_probabilities, noise_key, sample, uniforms
 from sluice.generation.weights import Tensors, Weights
@@ -44,6 +45,9 @@ OnPublish = Literal["recompute", "keep"]
 _PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _PREFILL_TOKENS = 2048  # computed by one prefill pass: bounds how long decoding rows, and a cancel, wait for it
 _MIN_TEMPERATURE = 1e-4  # below it, logits divided by it leave float32, and nothing but the most probable token is drawn anyway
+# A dialogue at rest keeps its slot for so long though others wait: a fast environment has replied by then even to a crowd, and to compute
+# some hundred tokens anew takes about as long.
+_KEEP_SLOT_S = 0.05
 _CLOSE_TIMEOUT_S = 30.0  # a forward pass that lasts longer is left behind in its daemon thread
 
 
@@ -111,6 +115,7 @@ class SlotEngine:
         # The engine thread's own. Counts are read by others.
         self._rows: RowTable[Dialogue[SlotHandle]] = RowTable(max_slots, max_length)
         self._pace = Pace()
+        self._spread = Spread()
         self._live = np.zeros(max_slots, dtype=np.int64)  # by ticket: tokens sampled for a seated request
         self._tickets = list(range(max_slots - 1, -1, -1))
         self._results: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
@@ -366,10 +371,10 @@ class SlotEngine:
             ended, self._ended = self._ended, []
         self._carry_out(cancels, ended)  # first: for a row that ends here no weights have to be kept
         self._take_weights()
-        self._seat()
+        patience_s = self._seat()
         rows = self._rows
         if not rows.open_count:
-            self._wake.wait()
+            self._wake.wait(patience_s)
             return
         started = perf_counter()
         if self._pace.is_due(rows):
@@ -416,10 +421,13 @@ class SlotEngine:
         if resting:
             self._tidy(resting)
 
-    def _seat(self) -> None:
-        """Give slots to requests: that of its dialogue to one that continues, and to others free ones, or those of dialogues at rest."""
+    def _seat(self) -> float | None:
+        """Give slots to requests: that of its dialogue to one that continues, and to others free ones, or those of dialogues at rest.
+
+        Returns in how many seconds a dialogue will have rested for long enough, None when nobody waits for that.
+        """
         if not self._arrived and not self._waiting:
-            return
+            return None
         rows = self._rows
         with self._lock:
             for handle in self._arrived:
@@ -438,7 +446,10 @@ class SlotEngine:
                         if resting is None:
                             resting = rows.resting()[::-1].tolist()
                         if not resting:
-                            return
+                            return None
+                        patience_s = rows.owners[resting[-1]].rested_at + _KEEP_SLOT_S - perf_counter()
+                        if patience_s > 0:
+                            return patience_s
                         slot = resting.pop()
                         self._put_aside([slot])
                         self._metrics["dialogues_evicted"] += 1
@@ -446,6 +457,7 @@ class SlotEngine:
                     tokens = dialogue.take_unseated(handle.request.prompt_ids)
                     dialogue.slot = rows.seat(dialogue, tokens, edition=self._weights.newest, slot=slot, **self._terms(handle))
                 self._waiting.popleft()
+        return None
 
     def _terms(self, handle: SlotHandle) -> dict[str, Any]:
         """What a row has to know of a request that gets its slot now."""
@@ -493,14 +505,17 @@ class SlotEngine:
     def _decode(self) -> None:
         assert self._model is not None
         rows = self._rows
-        for stretch in reversed(rows.stretches()):  # rows that end move later rows only
-            self._weights.use(stretch.edition)
-            slots = np.arange(stretch.first, stretch.end)
-            at = rows.cached[slots]
-            logits = self._model.decode(rows.tokens[slots, at], at, stretch.first, stretch.rows)
-            rows.cached[stretch.rows] += 1
+        passes = plan_decode(rows)
+        if self._spread.is_too_wide(rows, passes):
+            self._tidy((), apart=True)
+            passes = plan_decode(rows)
+        for plan in reversed(passes):  # rows that end move later rows only
+            self._weights.use(plan.edition)
+            at = rows.cached[plan.slots]
+            logits = self._model.decode(rows.tokens[plan.slots, at], at, plan.slots, plan.rows)
+            rows.cached[plan.rows] += 1
             self._metrics["decode_passes"] += 1
-            self._append(stretch.rows, logits, stretch.edition)
+            self._append(plan.rows, logits, plan.edition)
 
     def _append(self, slots: Index, logits: torch.Tensor, edition: int) -> None:
         """Sample one token for each of the slots, and let go of the rows that end with it or cannot be sampled. logits [R, V]"""
@@ -552,6 +567,7 @@ class SlotEngine:
             token_versions=token_versions,
         )
         self._settle(handle, len(token_ids), generation)
+        self._spread.note_end(len(token_ids))
 
     def _settle(self, handle: SlotHandle, sampled: int, outcome: Generation | GenerationError) -> None:
         handle.settled = sampled
@@ -565,9 +581,14 @@ class SlotEngine:
         if not len(slots):
             return
         rows, newest = self._rows, self._weights.newest
-        stays = np.array([not (rows.owners[slot].is_ended or rows.owners[slot].failure) for slot in slots.tolist()])
-        leaving = slots[~stays]
+        now = perf_counter()
+        stays = []
+        for slot in slots.tolist():
+            dialogue = rows.owners[slot]
+            dialogue.rested_at = now
+            stays.append(not dialogue.is_ended and dialogue.failure is None)
         resting = slots[stays]
+        leaving = slots[~np.array(stays)]
         is_stale = rows.edition[resting] != newest
         rows.rest(resting, edition=newest)
         if self._on_publish == "recompute" and is_stale.any():
@@ -576,12 +597,12 @@ class SlotEngine:
             self._tidy(leaving)
         self._deliver()
 
-    def _tidy(self, leaving: Sequence[int] | Index) -> None:
-        """Free slots, move the rows that must move, and free weights that no request needs any more."""
+    def _tidy(self, leaving: Sequence[int] | Index, *, apart: bool = False) -> None:
+        """Free slots, move the rows that must move, and free weights that no request needs any more. apart: see `RowTable.tidy`."""
         assert self._model is not None
         for slot in leaving:
             self._rows.owners[slot].slot = -1
-        moves, moved = self._rows.tidy(leaving)
+        moves, moved = self._rows.tidy(leaving, apart=apart)
         for slot, dialogue in moved:
             dialogue.slot = slot
         if moves is not None:
