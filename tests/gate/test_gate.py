@@ -134,5 +134,7 @@ def test_one_entry_per_member() -> None:
         Gate(k=4).decide(APART, [["x"] * 4])
     with pytest.raises(GateError, match="rewards: expected one per member, got 'abcd'"):
         Gate(k=4).decide(APART, rewards="abcd")
+    with pytest.raises(GateError, match="actions: expected one sequence of actions per member, got str"):
+        Gate(k=4).decide("abcd")
     with pytest.raises(GateError, match="actions of one type"):
         Gate(k=1).decide([["a"], [1]])

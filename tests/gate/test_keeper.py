@@ -276,6 +276,8 @@ def test_a_member_that_ended_takes_no_step_and_a_group_begins_once() -> None:
     watch.member_ended("g", 0, 0.0)
     with pytest.raises(GateError, match="expected no further step of member 0"):
         watch.observe("g", 0, 1, "a", "x")
+    with pytest.raises(GateError, match="a finite number for member 'b', got nan"):
+        watch.member_ended("g", "b", float("nan"))
     with pytest.raises(GateError, match="got 'g' again"):
         watch.group_launched("g")
 

@@ -52,7 +52,7 @@ class Gate:
     @cached_property
     def rule_in_force(self) -> Rule:
         """The rule that decides."""
-        return self.rule or SingleAxis(signal=self.signal, threshold=self.threshold)
+        return SingleAxis(signal=self.signal, threshold=self.threshold) if self.rule is None else self.rule
 
     def decide(
         self,
@@ -72,6 +72,8 @@ class Gate:
         of finished groups leave `rewards` out), and when finished members have different rewards. Raises `GateError` for what cannot be
         compared.
         """
+        if isinstance(actions, str | bytes | Mapping) or not hasattr(actions, "__len__"):
+            raise GateError(f"actions: expected one sequence of actions per member, got {type(actions).__name__} - give a list of lists")
         is_compared = [member is not None for member in actions]
         earned = [None] * len(is_compared) if rewards is None else read_rewards(rewards)
         for name, given in (("observations", observations), ("rewards", earned)):
@@ -111,15 +113,17 @@ def read_rewards(rewards: Sequence[Any]) -> list[Any]:
     """Rewards as numbers of unchanged value, None where there is none. Raises `GateError` for NaN, infinity and what is no number."""
     if isinstance(rewards, str | bytes | Mapping) or not hasattr(rewards, "__len__"):
         raise GateError(f"rewards: expected one per member, got {rewards!r} - give a list")
-    read: list[Any] = []
-    for index, reward in enumerate(rewards):
-        value = reward.item() if getattr(reward, "shape", None) == () and hasattr(reward, "item") else reward
-        if value is not None and (not isinstance(value, Real | Decimal) or not math.isfinite(value)):
-            raise GateError(
-                f"rewards: expected a finite number for member {index}, got {reward!r} - give None for a member that has no reward (yet)"
-            )
-        read.append(value)
-    return read
+    return [read_reward(reward, index) for index, reward in enumerate(rewards)]
+
+
+def read_reward(reward: Any, member: Hashable) -> Any:
+    """The same for one member."""
+    value = reward.item() if getattr(reward, "shape", None) == () and hasattr(reward, "item") else reward
+    if value is not None and (not isinstance(value, Real | Decimal) or not math.isfinite(value)):
+        raise GateError(
+            f"rewards: expected a finite number for member {member!r}, got {reward!r} - give None for a member that has no reward (yet)"
+        )
+    return value
 
 
 def differ(rewards: Sequence[Any]) -> bool:

@@ -46,6 +46,7 @@ Actions: TypeAlias = Sequence[Sequence[Hashable]]
 
 _END: Final = "\0"  # stands for END in an encoded prefix: actions are numbered from 1
 _NOT_GIVEN: Final = object()
+_LISTS: Final = frozenset({list, tuple})
 _PLAIN: Final = frozenset({list, tuple, str})
 _CODES: Final = "".join(map(chr, range(1, 4097)))  # enough for nearly all groups: longer ones are numbered as they come
 _edits: Final = Levenshtein.distance
@@ -203,12 +204,10 @@ def _bigram_distance(texts: list[str], codes: int, k: int) -> float:
     n = len(texts)
     if n * n * k > _SMALL:
         return _bigram_distance_of_many(texts, codes, k)
-    sets = [{*pairwise(text)} for text in texts]
-    sizes = [*map(len, sets)]
     shares = []
-    for (a, size_a), (b, size_b) in combinations(zip(sets, sizes, strict=True), 2):
+    for a, b in combinations([{*pairwise(text)} for text in texts], 2):
         common = len(a & b)
-        shares.append(common / (size_a + size_b - common))
+        shares.append(common / (len(a) + len(b) - common))
     return 1.0 - math.fsum(shares) / len(shares)
 
 
@@ -238,13 +237,15 @@ def check_k(k: object) -> None:
 
 def _members(actions: object) -> Sequence[Any]:
     """The members of a group, at least two."""
+    if type(actions) in _LISTS:  # nearly always: the other checks cost more than they look
+        members: Sequence[Any] = actions  # type: ignore[assignment]
+        _check_size(len(members))
+        return members
     if isinstance(actions, str | bytes | Mapping | set | frozenset) or not hasattr(actions, "__len__") or not hasattr(actions, "__iter__"):
         raise GateError(
             f"actions: expected one sequence of actions per member, got {_short(actions)} ({type(actions).__name__}) - give a list of lists"
         )
-    members: Sequence[Any] = list(actions)
-    _check_size(len(members))
-    return members
+    return _members(list(actions))
 
 
 def _check_size(n: int) -> None:
@@ -264,7 +265,8 @@ def _sequence(values: Any, index: int, what: str = "actions") -> Sequence[Any]:
 
 def _seen(observations: Any, lengths: list[int], k: int) -> list[Hashable]:
     """What each member saw before its action at step k."""
-    if isinstance(observations, str | bytes | Mapping) or not hasattr(observations, "__len__") or len(observations) != len(lengths):
+    is_list = type(observations) in _LISTS or (hasattr(observations, "__len__") and not isinstance(observations, str | bytes | Mapping))
+    if not is_list or len(observations) != len(lengths):
         found = f"{len(observations)}" if hasattr(observations, "__len__") else _short(observations)
         raise GateError(
             f"observations: expected one sequence per member, that is {len(lengths)}, got {found} - give them for all members or for none"

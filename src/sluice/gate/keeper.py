@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 
 from sluice.errors import ConfigError, GateError
 from sluice.gate.audit import AuditLog, Moments, Precision, lower_bound_clears
-from sluice.gate.decision import SOURCE, Gate, differ, read_rewards
+from sluice.gate.decision import SOURCE, Gate, differ, read_reward, read_rewards
 from sluice.gate.divergence import PrefixSignals
 from sluice.gate.rules import check_share
 from sluice.types import Verdict
@@ -154,9 +154,9 @@ class GateKeeper:
                 group.prefixes.forget(member)
             group.expected -= not is_replaced
             return
+        earned = read_reward(reward, member)
         one = group.members.setdefault(member, _Member())
-        one.has_ended = True
-        one.reward = read_rewards([reward])[0]
+        one.has_ended, one.reward = True, earned
         if group.prefixes is not None:
             group.prefixes.end(member)
             group.comparable.setdefault(member)
@@ -316,7 +316,7 @@ class GateKeeper:
         if would_cut and is_cutting and not group.is_audited:
             self._counts["cut"] += 1
             if self.gate.horizon is not None:
-                self._counts["bound"] += sum(self.gate.horizon - one.steps for one in group.members.values() if not one.has_ended)
+                self._counts["bound"] += sum(max(0, self.gate.horizon - one.steps) for one in group.members.values() if not one.has_ended)
             return self.gate.judge(measured, n, group.task_type, self._scale), False
         reason = "kept"
         if would_cut:
