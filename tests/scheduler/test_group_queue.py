@@ -278,6 +278,7 @@ class Runs(RuleBasedStateMachine):
         assert machine.open_groups == machine.running_attempts == 0
         assert len(self.records) == machine.ledger.groups_launched
         assert not machine.prompts.back, "memory that grows with the run"
+        assert self.queue.metrics()["scheduler/requeued_prompts"] == 0  # an episode has one life
 
     def no_deadlock(self) -> None:
         """From wherever it stands, environments that play well fill the batch: whoever plays puts first, then all go on."""
