@@ -12,7 +12,8 @@ import pytest
 
 from sluice.errors import RecordError
 from sluice.pipeline.train import resume
-from sluice.records import read_facts, read_rollouts, read_summary, rollout_parts
+from sluice.records import RolloutRecorder, read_facts, read_rollouts, read_summary, rollout_parts
+from sluice.scheduler import GroupRecord
 from tests.pipeline.test_resume import Recorder, ask, change_facts, model, play
 
 __all__ = ["model"]  # a fixture
@@ -35,7 +36,7 @@ def check_against_run_db(folder: Path) -> None:
         assert group.sampled_tokens == sampled_tokens
         assert [member.reward for member in group.members] == [reward for reward in json.loads(rewards) if reward is not None]
         if group.outcome == "trained":
-            assert len(group.members) == 4
+            assert len(group.members) == read_rollouts(folder).facts["group_size"] == 4
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -73,3 +74,20 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_run_db_whole(tmp_path: Pat
     summary = read_summary(folder / "run.db")
     assert summary.status == "failed"
     assert summary.engine_tokens == summary.tokens > 0
+
+
+def test_an_error_of_the_recorder_ends_the_run_after_what_happened_with_it_is_written_down(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(self: RolloutRecorder, record: GroupRecord, members: object, *, is_whole: bool) -> None:
+        if record.outcome == "trained" and record.end_step >= 1:  # the first of the second batch: its siblings leave with it
+            monkeypatch.undo()
+            raise RecordError("the disk is full")
+
+    monkeypatch.setattr(RolloutRecorder, "group", breaks)
+    with pytest.raises(RecordError, match="the disk is full"):
+        start(tmp_path, model)
+    (folder,) = (tmp_path / "runs").iterdir()
+    summary = read_summary(folder / "run.db")
+    assert (summary.status, summary.engine_tokens) == ("failed", summary.tokens)
+    assert sum(total.groups for total in summary.groups if total.outcome == "trained") % 3 == 0

@@ -20,7 +20,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol
 
-from sluice.errors import LoopError, ResampleError, SluiceError
+from sluice.errors import LoopError, RecordError, ResampleError, SluiceError
 from sluice.execution.loops import Attempt, LoopContext, RolloutLoop, play
 from sluice.execution.players import LateTokens, Player
 from sluice.execution.responses import ResponsePlayer
@@ -321,7 +321,10 @@ class LocalShell:
         started = perf_counter()
         self.journal.group(instruction.record)
         if self._recorder is not None:
-            self._recorder.group(instruction.record, instruction.members, is_whole=instruction.is_whole)
+            try:
+                self._recorder.group(instruction.record, instruction.members, is_whole=instruction.is_whole)
+            except RecordError as error:  # ends the run behind this event: what else it brought belongs into the journal
+                self._loop.call_soon(self._fail, error)
         self.journal_seconds += perf_counter() - started
         self._changed()
 

@@ -80,8 +80,8 @@ class Run:
         return self.job.open(self.scheduler, self.journal, self._show_filling, self._show_warning, self.recorder)
 
     def _new_recorder(self) -> RolloutRecorder:
-        facts = {"identity": self.folder.identity, "exp_name": self.config.exp_name, "seed": self.config.seed}
-        return RolloutRecorder(self.folder.rollouts, facts)
+        run = {"identity": self.folder.identity, "exp_name": self.config.exp_name, "seed": self.config.seed}
+        return RolloutRecorder(self.folder.rollouts, run | {"group_size": self.job.scheduler_config().group_size})
 
     def _show_warning(self, text: str) -> None:
         """Of the shell, which has written it down."""
