@@ -18,6 +18,7 @@ from sluice.environments.base import FaultKind
 from sluice.errors import GenerationError, SluiceError
 from sluice.execution import LocalShell
 from sluice.execution.clock import run
+from sluice.execution.trajectory import Trajectory
 from sluice.generation import GenerationRequest, NullEngine
 from sluice.scheduler import events as ev
 from sluice.trainer.assemble import samples_from_batch
@@ -695,6 +696,28 @@ async def cancelled_now_and_then(one: World, random: Random) -> None:
             assert len(sample.completion_ids) == len(sample.loss_mask)
         one.advance()
         return
+
+
+@pytest.mark.parametrize("cancelled_first", [True, False])
+def test_a_cancel_that_comes_in_the_moment_of_the_time_limit_is_not_swallowed(cancelled_first: bool) -> None:
+    async def main() -> None:
+        engine = SayingEngine(latency_s=1e6)
+        async with world(engine=engine, settings=config(dialogue={"timeout_s": 3.0})) as one:
+            loop = asyncio.get_running_loop()
+            trajectory = Trajectory(
+                one.player.table, number=99, seed=1, env_seed=1, temperature=1.0, purpose="validation", let_go=lambda *_: None
+            )
+            task = asyncio.create_task(trajectory.play(), name="play")
+            if cancelled_first:
+                loop.call_at(3.0, task.cancel)
+            await asyncio.sleep(1.0)
+            if not cancelled_first:
+                loop.call_at(3.0, task.cancel)
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert loop.time() == pytest.approx(3.0)
+
+    run(main())
 
 
 def test_tokens_sampled_after_a_cancel_are_late_and_the_sum_still_holds() -> None:
