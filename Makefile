@@ -1,7 +1,8 @@
-# Two commands for a fresh machine:
+# Commands for a fresh machine:
 #
-#   make train    make the environment, run the main job, print where its results are
-#   make test     make the environment, run every check and test
+#   make train            make the environment, run the main job, print where its results are
+#   make train-agentic    the same for the multi-turn job
+#   make test             make the environment, run every check and test
 #
 # Both need Python 3.11 or newer, make and a package index. The environment is the folder .venv; it is made once and brought up to date when
 # pyproject.toml changes. To begin afresh, delete it.
@@ -23,11 +24,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test environment format
+.PHONY: train train-agentic test environment format
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
 	$(BIN)/sluice train $(RECIPE) $(ARGS)
+
+train-agentic: $(VENV)/.installed
+	$(BIN)/sluice train recipes/agentic_household.yaml $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

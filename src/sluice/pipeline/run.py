@@ -303,4 +303,7 @@ def _validation_metrics(results: Mapping[str, ValidationResult]) -> dict[str, fl
     for domain, result in results.items():
         out[f"validation/{domain}/reward_mean"] = result.mean
         out.update({f"validation/{domain}/{name}": value for name, value in result.metrics.items()})
+        out.update({f"validation/{domain}/would_reject/{reason}": float(count) for reason, count in result.would_reject.items()})
+        if result.rejected:
+            out.update({f"validation/{domain}/{name}": float(getattr(result, name)) for name in ("items", "rejected", "accepted")})
     return out

@@ -1,0 +1,52 @@
+"""Environments of whole tiny runs: found by import path, also in worker processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+LETTERS = "abcdefghij"
+
+
+class SayA:
+    """Three letters are told; an answer that begins with `a` earns its turn's share. Two turns."""
+
+    def __init__(self, turns: int = 2) -> None:
+        self._turns = turns
+        self._turn = 0
+        self._random = random.Random(0)
+        self._seed = 0
+
+    def reset(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+        self._random = random.Random(seed)
+        self._seed, self._turn = seed, 0
+        return self._told(), self._info(None)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        self._turn += 1
+        is_right = action.startswith("a")
+        return self._told(), is_right / self._turns, self._turn >= self._turns, False, self._info(is_right)
+
+    def close(self) -> None: ...
+
+    def _told(self) -> str:
+        return "".join(self._random.choices(LETTERS, k=3))
+
+    def _info(self, is_right: bool | None) -> dict[str, Any]:
+        info: dict[str, Any] = {"env_id": f"say-{self._seed}", "task_type": "letters"}
+        return info if is_right is None else info | {"success": is_right}
+
+
+class SayAOrBreak(SayA):
+    """The same, and one answer in eight breaks it."""
+
+    def __init__(self, turns: int = 2) -> None:
+        super().__init__(turns)
+        self._steps = 0
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        self._steps += 1
+        if self._steps % 8 == 0:
+            raise RuntimeError("the door is stuck")
+        return super().step(action)
