@@ -79,7 +79,9 @@ async def play(env: str, batches: int, latency_s: float, folder: Path) -> None:
         player = TrajectoryPlayer(config, host=host, engine=engine, dialogue=dialogue, seed=1)
         keep_all = build_query_filter({"type": "no_filter"})
         shell = LocalShell(
-            scheduler=Scheduler(SchedulerConfig(group_size=manager.group_size), {config.domain: DomainFilters(query=keep_all, response=None)}),
+            scheduler=Scheduler(
+                SchedulerConfig(group_size=manager.group_size), {config.domain: DomainFilters(query=keep_all, response=None)}
+            ),
             source=EpisodeTasks(config.domain, manager.num_env_groups, seed=1),
             engine=engine,
             journal=_Silent(),

@@ -307,8 +307,8 @@ class Trajectory:
         self.is_final = is_final
 
     def _fault(self, fault: EnvFault) -> None:
-        problem = "" if fault.env_id is None else f" (problem {fault.env_id})"
-        self.failure = Failure(cause="infrastructure", reason=fault.kind, detail=f"{fault.detail}{problem}")
+        problem = f"seed {self.env_seed}" if self.env_id is None else f"problem {self.env_id}, seed {self.env_seed}"
+        self.failure = Failure(cause="infrastructure", reason=fault.kind, detail=f"{fault.detail} ({problem})")
         self.finish_reason = "env_timeout" if fault.kind == "env_timeout" else "env_failed"
         self.flags |= {self.finish_reason}
 
