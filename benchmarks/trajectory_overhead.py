@@ -77,11 +77,9 @@ async def play(env: str, batches: int, latency_s: float, folder: Path) -> None:
     manager = config.train_env_manager
     async with EnvironmentHost(config.environment, config.env_monitor) as host:
         player = TrajectoryPlayer(config, host=host, engine=engine, dialogue=dialogue, seed=1)
-        keep_all = build_query_filter({"type": "no_filter"})
+        filters = {config.domain: DomainFilters(query=build_query_filter({"type": "no_filter"}), response=None)}
         shell = LocalShell(
-            scheduler=Scheduler(
-                SchedulerConfig(group_size=manager.group_size), {config.domain: DomainFilters(query=keep_all, response=None)}
-            ),
+            scheduler=Scheduler(SchedulerConfig(group_size=manager.group_size), filters),
             source=EpisodeTasks(config.domain, manager.num_env_groups, seed=1),
             engine=engine,
             journal=_Silent(),
