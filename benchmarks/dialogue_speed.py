@@ -5,9 +5,10 @@
 
 A random Qwen2-architecture model (hidden size 128, 3 layers, 2 heads of 64, vocabulary 430) plays dialogues of many short turns: some new
 prompt tokens, then some sampled ones. The lockstep rollout appends and decodes all dialogues together, and those that are done with a turn
-decode on until the last one is. The engine is driven by one coroutine a dialogue, whose replies cost nothing. Turns are of a fixed length,
-or mixed around it. All take turns within a round, and the ratios are of neighbours: the machine may be shared. Processor time is less
-sensitive to that than wall-clock time (with OMP_WAIT_POLICY=passive, without which idle torch threads burn it).
+decode on until the last one is. The engine is driven by one coroutine a dialogue, whose replies cost nothing, or --reply-ms of waiting, by
+which the lockstep rollout is spared. Turns are of a fixed length, or mixed around it. All take turns within a round, and the ratios are of
+neighbours: the machine may be shared. Processor time is less sensitive to that than wall-clock time (with OMP_WAIT_POLICY=passive, without
+which idle torch threads burn it).
 """
 
 from __future__ import annotations
@@ -105,12 +106,15 @@ def in_lockstep(model: Qwen2ForCausalLM, said: Script) -> None:
     assert sum(map(len, texts)) == said.sampled
 
 
-async def through_the_engine(engine: SlotEngine, said: Script) -> None:
-    """One coroutine a dialogue."""
+async def through_the_engine(engine: SlotEngine, said: Script, reply_ms: float = 0) -> None:
+    """One coroutine a dialogue. reply_ms: mean time until a reply, between nothing and twice as much."""
+    rng = np.random.default_rng(0)
 
     async def dialogue(number: int) -> int:
         sampled = 0
         for turn, prompt in enumerate(said.prompts[number]):
+            if turn and reply_ms:
+                await asyncio.sleep(rng.uniform(0, 2e-3 * reply_ms))
             request = GenerationRequest(
                 request_id=number, prompt_ids=np.array(prompt), max_new_tokens=said.new[number][turn], temperature=1.0,
                 seed=1000 * number + turn, dialogue_id=number,
@@ -140,6 +144,7 @@ def main() -> None:
     parser.add_argument("--reply", type=int, default=20, help="tokens of every later prompt")
     parser.add_argument("--new", type=int, default=5, help="tokens sampled in a turn")
     parser.add_argument("--spread", type=int, default=3, help="by how many tokens turns of mixed length differ from that at most")
+    parser.add_argument("--reply-ms", type=float, default=0, help="mean time that the engine waits for a reply")
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
@@ -158,8 +163,8 @@ def main() -> None:
     engine._stops[:] = False  # every answer at its full length
     ways: dict[str, tuple[Script, Callable[[], None]]] = {
         "lockstep, fixed length": (fixed, lambda: in_lockstep(model, fixed)),
-        "engine, fixed length": (fixed, lambda: asyncio.run(through_the_engine(engine, fixed))),
-        "engine, mixed length": (mixed, lambda: asyncio.run(through_the_engine(engine, mixed))),
+        "engine, fixed length": (fixed, lambda: asyncio.run(through_the_engine(engine, fixed, asked.reply_ms))),
+        "engine, mixed length": (mixed, lambda: asyncio.run(through_the_engine(engine, mixed, asked.reply_ms))),
         "lockstep, mixed length": (mixed, lambda: in_lockstep(model, mixed)),
     }
     print(

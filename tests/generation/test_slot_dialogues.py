@@ -36,7 +36,7 @@ def loaded(path, *, slots: int = 4, length: int = 128, **how) -> SlotEngine:
 @pytest.fixture
 def impatient(monkeypatch):
     """A dialogue at rest gives up its slot at once when another needs it."""
-    monkeypatch.setattr("sluice.generation.slot._KEEP_SLOT_S", 0.0)
+    monkeypatch.setattr("sluice.generation.seats._KEEP_SLOT_S", 0.0)
 
 
 class Talk:
@@ -140,12 +140,13 @@ def test_every_turn_is_what_a_full_forward_pass_says_in_any_company(qwen2, qwen2
         assert metrics["engine/dialogues"] == 0
         assert slots == 3 or metrics["engine/dialogues_evicted"] == 0
         assert engine._rows.count == 0
-        assert sorted(engine._tickets) == list(range(slots))
+        assert sorted(engine._seats._tickets) == list(range(slots))
 
 
 async def settled(engine) -> None:
-    """Wait until the engine has taken note of all that it was told."""
-    await engine.submit(tiny.request(10**6, [5], new=1)).future
+    """Wait until the engine has taken note of all that it was told: it may have read its notes just before the first request came."""
+    for _ in range(2):
+        await engine.submit(tiny.request(10**6, [5], new=1)).future
 
 
 @pytest.mark.parametrize("on_publish", ["recompute", "keep"])
@@ -264,7 +265,7 @@ def test_the_dialogue_that_has_rested_longest_gives_up_its_slot(qwen2_path):
 
 
 def test_a_dialogue_with_quick_replies_keeps_its_slot_though_others_wait(qwen2_path, monkeypatch):
-    monkeypatch.setattr("sluice.generation.slot._KEEP_SLOT_S", 60.0)
+    monkeypatch.setattr("sluice.generation.seats._KEEP_SLOT_S", 60.0)
 
     async def play(engine):
         talk = Talk(engine, 0)

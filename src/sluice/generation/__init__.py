@@ -5,6 +5,8 @@
 - null.py        an engine without a model, for tests and benchmarks
 - tokenizer.py   the tokenizer of a model folder, as the folder describes it
 - slot.py        the in-process engine: its thread, queue, cancels and publishes
+  - checks.py    what a request must be like
+  - seats.py     who gets which slot, and who must make room
   - handle.py    an open request, and how its outcome reaches the event loop
   - rows.py      the table of sequences in slots: at rest, waiting or ready
   - planning.py  who is computed next, whether yet, and how

@@ -26,7 +26,8 @@ class GenerationRequest(NamedTuple):
     Requests of the same purpose and `dialogue_id` continue one another, one at a time: the engine keeps what it computed, and `prompt_ids`
     are only the tokens that come after all that the dialogue holds, its earlier prompts and its sampled tokens. The first one opens the
     dialogue. A request that ended by itself or by a cancel leaves it open with what had been sampled by then (one that was cancelled before
-    it began leaves its prompt); one that failed leaves nothing: later ones fail too, until `Engine.end_dialogue`.
+    it began leaves its prompt); one that failed leaves nothing: later ones fail too, until `Engine.end_dialogue`. Whoever wants a response
+    anew, rather than to go on after its tokens, ends the dialogue and begins another.
     """
 
     request_id: int  # unique among open requests of the same purpose

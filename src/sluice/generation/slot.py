@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import math
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -28,26 +26,23 @@ import numpy as np
 import torch
 
 from sluice.config.models import LoraConfig
-from sluice.errors import ConfigError, GenerationError, RequestRefused
+from sluice.errors import ConfigError, GenerationError
 from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
+from sluice.generation.checks import check_length, check_request
 from sluice.generation.dialogues import Dialogue, Dialogues
 from sluice.generation.handle import Outcome, SlotHandle, call, reject, resolve
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
 from sluice.generation.planning import Pace, Spread, plan_decode, plan_prefill
 from sluice.generation.rows import Index, RowTable
-from sluice.generation.sampling import has_probabilities, noise_key, sample, uniforms
+from sluice.generation.sampling import has_probabilities, sample, uniforms
+from sluice.generation.seats import PURPOSES, Seats
 from sluice.generation.weights import Tensors, Weights
 from sluice.types import FinishReason
 
 OnPublish = Literal["recompute", "keep"]
 
-_PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _PREFILL_TOKENS = 2048  # computed by one prefill pass: bounds how long decoding rows, and a cancel, wait for it
-_MIN_TEMPERATURE = 1e-4  # below it, logits divided by it leave float32, and nothing but the most probable token is drawn anyway
-# A dialogue at rest keeps its slot for so long though others wait: a fast environment has replied by then even to a crowd, and to compute
-# some hundred tokens anew takes about as long.
-_KEEP_SLOT_S = 0.05
 _CLOSE_TIMEOUT_S = 30.0  # a forward pass that lasts longer is left behind in its daemon thread
 
 
@@ -106,22 +101,19 @@ class SlotEngine:
         self._wake = threading.Event()
         self._dialogues: Dialogues[SlotHandle] = Dialogues()
         self._arriving: dict[asyncio.AbstractEventLoop, list[SlotHandle]] = {}  # submitted in the current iteration of their loop
-        self._arrived: list[SlotHandle] = []  # in order; may hold settled ones, as the next
-        self._waiting: deque[SlotHandle] = deque()  # for a slot, in order of arrival
+        self._arrived: list[SlotHandle] = []  # in order; may hold settled ones
         self._cancels: list[SlotHandle] = []
         self._ended: list[Dialogue[SlotHandle]] = []  # dialogues whose slots are to be freed
         self._publishes: list[_Publish] = []
         self._stopped: GenerationError | None = None  # why no request is taken any more
         # The engine thread's own. Counts are read by others.
         self._rows: RowTable[Dialogue[SlotHandle]] = RowTable(max_slots, max_length)
+        self._seats = Seats(self._rows, max_slots)
         self._pace = Pace()
         self._spread = Spread()
-        self._live = np.zeros(max_slots, dtype=np.int64)  # by ticket: tokens sampled for a seated request
-        self._tickets = list(range(max_slots - 1, -1, -1))
         self._results: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
-        self._sampled: dict[Purpose, int] = dict.fromkeys(_PURPOSES, 0)
-        names = ("prefill_passes", "prefill_tokens", "prefill_tokens_shared", "decode_passes", "dialogues_evicted", "busy_s")
-        self._metrics = dict.fromkeys(names, 0.0)
+        self._sampled: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        self._metrics = dict.fromkeys(("prefill_passes", "prefill_tokens", "prefill_tokens_shared", "decode_passes", "busy_s"), 0.0)
         atexit.register(self.close)  # a daemon thread inside torch does not survive the end of the interpreter
         threads_here = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="sluice-slot-engine", daemon=True)
@@ -195,12 +187,15 @@ class SlotEngine:
         And, as they are now, `engine/versions_live`: sets of weights in memory; `engine/dialogues`: open ones.
         """
         live = 0 if self._model is None else len(self._weights.versions)
-        now = {"engine/versions_live": float(live), "engine/dialogues": float(self._dialogues.open_count)}
-        return {f"engine/{name}": value for name, value in self._metrics.items()} | now
+        return {f"engine/{name}": value for name, value in self._metrics.items()} | {
+            "engine/dialogues_evicted": float(self._seats.evicted),
+            "engine/versions_live": float(live),
+            "engine/dialogues": float(self._dialogues.open_count),
+        }
 
     def live_tokens(self, ticket: int) -> int:
         """Tokens sampled so far for the seated request with this ticket."""
-        return int(self._live[ticket])
+        return int(self._seats.live[ticket])
 
     def submit(self, request: GenerationRequest) -> SlotHandle:
         """Take a request; needs a running event loop.
@@ -209,12 +204,12 @@ class SlotEngine:
         Raises `RequestRefused` when the request can never be served or its dialogue has an open one, `GenerationError` when the engine has
         stopped or a request of its dialogue has failed.
         """
-        self._check(request)
+        check_request(request, vocab_size=self._vocab_size)
         loop = asyncio.get_running_loop()
         with self._lock:
             self._require_running()
             dialogue = self._dialogues.find(request)
-            self._check_length(request, dialogue.held)
+            check_length(request, held=dialogue.held, max_length=self._max_length)
             handle = SlotHandle(self, request, dialogue, loop)
             self._dialogues.begin(dialogue, handle, request.prompt_ids)
             arriving = self._arriving.setdefault(loop, [])
@@ -299,34 +294,6 @@ class SlotEngine:
         if self._stopped is not None:
             raise GenerationError(str(self._stopped)) from self._stopped.__cause__
 
-    def _check(self, request: GenerationRequest) -> None:
-        prompt: Any = request.prompt_ids
-        name = f"request {request.request_id}"
-        if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or len(prompt) == 0 or prompt.dtype.kind not in "iu":
-            got = f"{prompt.dtype} {list(prompt.shape)}" if isinstance(prompt, np.ndarray) else type(prompt).__name__
-            raise RequestRefused(f"{name}: prompt_ids must be a numpy array of at least one token id, [P] int64, got {got}")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocab_size:
-            raise RequestRefused(
-                f"{name}: prompt_ids must lie within 0 .. {self._vocab_size - 1}, got {low if low < 0 else high} - tokenizer and model do "
-                f"not belong together"
-            )
-        if not (request.temperature == 0 or _MIN_TEMPERATURE <= request.temperature < math.inf):
-            raise RequestRefused(
-                f"{name}: temperature must be 0 (most probable token) or at least {_MIN_TEMPERATURE}, got {request.temperature}"
-            )
-        if request.purpose not in _PURPOSES:
-            raise RequestRefused(f"{name}: purpose must be one of {', '.join(_PURPOSES)}, got {request.purpose!r}")
-
-    def _check_length(self, request: GenerationRequest, held: int) -> None:
-        new = len(request.prompt_ids), request.max_new_tokens
-        if new[1] < 1 or held + sum(new) > self._max_length:
-            of_dialogue = f" after the {held} tokens that dialogue {request.dialogue_id} holds" if held else ""
-            raise RequestRefused(
-                f"request {request.request_id}: prompt and max_new_tokens (at least 1) must fit into max_length {self._max_length}, got "
-                f"{new[0]} + {new[1]}{of_dialogue} - load the engine with a larger max_length, or ask for less"
-            )
-
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             self._arrived.extend(self._arriving.pop(loop, ()))
@@ -371,7 +338,11 @@ class SlotEngine:
             ended, self._ended = self._ended, []
         self._carry_out(cancels, ended)  # first: for a row that ends here no weights have to be kept
         self._take_weights()
-        patience_s = self._seat()
+        patience_s = None
+        if self._arrived or self._seats.waiting:
+            with self._lock:
+                patience_s = self._seats.seat(self._arrived, edition=self._weights.newest, now=perf_counter())
+                self._arrived.clear()
         rows = self._rows
         if not rows.open_count:
             self._wake.wait(patience_s)
@@ -401,7 +372,9 @@ class SlotEngine:
             with self._lock:
                 self._publishes.extend(order for order in publishes if not order.done.is_set())  # whoever waits must be told
             raise
-        self._tidy(() if is_kept else self._put_aside(rows.resting()))
+        resting = rows.resting()[: 0 if is_kept else None]
+        self._seats.put_aside(resting)
+        self._tidy(resting)
 
     def _note_spans(self) -> None:
         """Write down which tokens of the open requests are of the weights that leave now."""
@@ -420,64 +393,6 @@ class SlotEngine:
         resting = [dialogue.slot for dialogue in ended if dialogue.slot >= 0]
         if resting:
             self._tidy(resting)
-
-    def _seat(self) -> float | None:
-        """Give slots to requests: that of its dialogue to one that continues, and to others free ones, or those of dialogues at rest.
-
-        Returns in how many seconds a dialogue will have rested for long enough, None when nobody waits for that.
-        """
-        if not self._arrived and not self._waiting:
-            return None
-        rows = self._rows
-        with self._lock:
-            for handle in self._arrived:
-                if handle.settled is None and handle.dialogue.slot >= 0:
-                    dialogue, request = handle.dialogue, handle.request
-                    rows.go_on(dialogue.slot, dialogue.take_unseated(request.prompt_ids), **self._terms(handle))
-                else:
-                    self._waiting.append(handle)
-            self._arrived.clear()
-            resting: list[int] | None = None
-            while self._waiting:
-                handle = self._waiting[0]
-                slot = None
-                if handle.settled is None:
-                    if rows.count == self._max_slots:
-                        if resting is None:
-                            resting = rows.resting()[::-1].tolist()
-                        if not resting:
-                            return None
-                        patience_s = rows.owners[resting[-1]].rested_at + _KEEP_SLOT_S - perf_counter()
-                        if patience_s > 0:
-                            return patience_s
-                        slot = resting.pop()
-                        self._put_aside([slot])
-                        self._metrics["dialogues_evicted"] += 1
-                    dialogue = handle.dialogue
-                    tokens = dialogue.take_unseated(handle.request.prompt_ids)
-                    dialogue.slot = rows.seat(dialogue, tokens, edition=self._weights.newest, slot=slot, **self._terms(handle))
-                self._waiting.popleft()
-        return None
-
-    def _terms(self, handle: SlotHandle) -> dict[str, Any]:
-        """What a row has to know of a request that gets its slot now."""
-        request = handle.request
-        handle.ticket = self._tickets.pop()
-        self._live[handle.ticket] = 0
-        handle.is_seated = True
-        return {
-            "max_new": request.max_new_tokens, "temperature": request.temperature, "noise_key": noise_key(request.seed),
-            "ticket": handle.ticket, "account": _PURPOSES.index(request.purpose),
-        }  # fmt: skip
-
-    def _put_aside(self, slots: Sequence[int] | Index) -> Sequence[int] | Index:
-        """Take the tokens of dialogues at rest out of their slots, which others may have then. Returns the slots."""
-        rows = self._rows
-        for slot in slots:
-            dialogue = rows.owners[slot]
-            dialogue.slot = -1
-            dialogue.unseated.insert(0, rows.tokens[slot, : rows.length[slot]].copy())
-        return slots
 
     def _prefill(self) -> None:
         assert self._model is not None
@@ -527,8 +442,8 @@ class SlotEngine:
             self._fail(broken, edition)
             slots, tokens, logprobs = slots[is_good], tokens[is_good], logprobs[is_good]
         rows.append(slots, tokens, logprobs)
-        self._live[rows.ticket[slots]] += 1
-        for purpose, sampled in zip(_PURPOSES, np.bincount(rows.account[slots], minlength=len(_PURPOSES)).tolist(), strict=True):
+        self._seats.live[rows.ticket[slots]] += 1
+        for purpose, sampled in zip(PURPOSES, np.bincount(rows.account[slots], minlength=len(PURPOSES)).tolist(), strict=True):
             self._sampled[purpose] += sampled
         is_stop = self._stops[tokens]
         ended = np.flatnonzero(is_stop | (rows.length[slots] >= rows.limit[slots]))
@@ -573,7 +488,7 @@ class SlotEngine:
         handle.settled = sampled
         handle.dialogue.held += sampled
         handle.dialogue.handle = None
-        self._tickets.append(handle.ticket)
+        self._seats.settled(handle)
         self._results.setdefault(handle.loop, []).append((handle, outcome))
 
     def _let_go(self, slots: Index) -> None:
@@ -592,7 +507,8 @@ class SlotEngine:
         is_stale = rows.edition[resting] != newest
         rows.rest(resting, edition=newest)
         if self._on_publish == "recompute" and is_stale.any():
-            leaving = np.concatenate([leaving, np.asarray(self._put_aside(resting[is_stale]))])
+            self._seats.put_aside(resting[is_stale])
+            leaving = np.concatenate([leaving, resting[is_stale]])
         if len(leaving) or is_stale.any():
             self._tidy(leaving)
         self._deliver()
@@ -622,9 +538,11 @@ class SlotEngine:
         with self._lock:
             arriving = [handle for handles in self._arriving.values() for handle in handles]
             seated = [dialogue.handle for dialogue in self._rows.owners if dialogue.handle is not None]
-            given = dict.fromkeys((*seated, *self._waiting, *self._arrived, *arriving))  # once each: the thread may have broken anywhere
+            given = dict.fromkeys(
+                (*seated, *self._seats.waiting, *self._arrived, *arriving)
+            )  # once each: the thread may have broken anywhere
             open_handles = [handle for handle in given if handle.settled is None]
-            self._waiting.clear()
+            self._seats.waiting.clear()
             self._arrived.clear()
             self._arriving.clear()
             self._dialogues.clear()
