@@ -102,12 +102,13 @@ SIGNS: Final = (".", ",", ":", ">", "-", "'", "!")
 MOST_POSITIONS: Final = 2048  # tokens of an episode; the longest of 30 steps in the largest room have about half
 LONGEST_ACTION: Final = 16  # sampled tokens; the longest command has 5 with its line's end
 
-STEPS: Final = 1200
-BATCH_SIZE: Final = 16  # demonstrations
+STEPS: Final = 3000
+BATCH_SIZE: Final = 8  # demonstrations
 DRAWN_AT_ONCE: Final = 512  # demonstrations, sorted by length to make batches with little padding
 WARM_UP_STEPS: Final = 100
 LEARNING_RATE: Final = 2e-3
-NOISE: Final = 0.1  # share of random commands in demonstrations, so that the policy sees how to go on after a mistake
+SHARE_OF_DECAY: Final = 0.2  # of the steps, the last ones: the learning rate falls to 0, for steadier weights to start RL from
+SLIPS: Final = 0.15  # share of commands in demonstrations that are mistakes: not imitated, but the expert shows how to go on after them
 OBSERVATION_WEIGHT: Final = 0.3  # of the loss on what the environment says: a cheap lesson in what lies where
 LOG_EVERY: Final = 100
 
@@ -197,27 +198,39 @@ class Demonstration:
     """What the expert saw and did, as one sequence of tokens."""
 
     ids: list[int]
-    is_action: list[bool]  # per token: the policy's own, its line's end included
+    is_action: list[bool]  # per token: of a command to be imitated, its line's end included
+    is_told: list[bool]  # per token: of an observation; tokens of slips are neither
+
+
+def slip(command: str, house: House, rng: random.Random) -> str:
+    """A mistake in place of the command: something else that is possible, or the same with a wrong name, which mostly does nothing."""
+    names = re.findall(r"[a-z]+ \d+", command)
+    if not names or rng.random() < 0.5:
+        return rng.choice(house.admissible())
+    return command.replace(rng.choice(names), rng.choice(tuple(house.game.kinds)))
 
 
 def demonstrate(game: Game, encoder: Encoder, rng: random.Random) -> Demonstration | None:
-    """The expert's game with some random commands; None when it does not reach the goal in time."""
+    """The expert's game with some slips; None when it does not reach the goal in time."""
     house = House(game)
     expert = Expert(house)
-    ids = list(encoder.observation(game.intro))
-    is_action = [False] * len(ids)
+    ids: list[int] = []
+    is_action: list[bool] = []
+    is_told: list[bool] = []
+    observation = game.intro
     for _ in range(MOST_STEPS):
+        told = encoder.observation(observation)
         command = expert.act()
-        if rng.random() < NOISE:
-            command = rng.choice(house.admissible())
+        is_slip = rng.random() < SLIPS
+        if is_slip:
+            command = slip(command, house, rng)
         action = encoder.action(command)
+        ids += [*told, *action]
+        is_told += [True] * len(told) + [False] * len(action)
+        is_action += [False] * len(told) + [not is_slip] * len(action)
         observation = house.step(command)
-        ids += action
-        is_action += [True] * len(action)
         if house.is_won:
-            return Demonstration(ids=ids, is_action=is_action)
-        ids += encoder.observation(observation)
-        is_action += [False] * (len(ids) - len(is_action))
+            return Demonstration(ids=ids, is_action=is_action, is_told=is_told)
     return None
 
 
@@ -248,7 +261,7 @@ def imitation_loss(model: Qwen2ForCausalLM, batch: Sequence[Demonstration]) -> t
         end = len(demonstration.ids)
         ids[row, :end] = torch.tensor(demonstration.ids)
         is_action[row, :end] = torch.tensor(demonstration.is_action)
-        is_told[row, :end] = ~is_action[row, :end]
+        is_told[row, :end] = torch.tensor(demonstration.is_told)
     # Padding is on the right, where no token that counts attends to it: no attention mask.
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]  # [B, T-1, D]
     on_actions, on_told = (
@@ -258,14 +271,15 @@ def imitation_loss(model: Qwen2ForCausalLM, batch: Sequence[Demonstration]) -> t
 
 
 def train(model: Qwen2ForCausalLM, encoder: Encoder, seed: int, steps: int) -> None:
-    """Imitate with AdamW at a constant learning rate."""
+    """Imitate with AdamW: a short warm-up, a constant learning rate, and a linear decay at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     started = time.monotonic()
     seen = tokens = 0
     losses = torch.zeros(2)
     for step, batch in zip(range(1, steps + 1), batches(encoder, seed), strict=False):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARM_UP_STEPS)
+        left = (steps - step + 1) / (SHARE_OF_DECAY * steps)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARM_UP_STEPS, left)
         on_actions, on_told = imitation_loss(model, batch)
         (on_actions + OBSERVATION_WEIGHT * on_told).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -343,7 +357,17 @@ def play(model: Qwen2ForCausalLM, encoder: Encoder, games: Sequence[Game], tempe
             live = [live[row] for row in kept]
             mask = mask[kept]
             cache.batch_select_indices(torch.tensor(kept, dtype=torch.long))
+        mask = _close_gaps(cache, mask)
     return episodes
+
+
+def _close_gaps(cache: DynamicCache, mask: Tensor) -> Tensor:
+    """Move the entries of the cache that count to the left, in their order, and cut off what no row needs: [B, S] -> [B, longest row]."""
+    order = mask.argsort(dim=1, descending=True, stable=True)[:, : int(mask.sum(1).max()) if len(mask) else 0]
+    for layer in cache.layers:
+        index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])  # [B, H, S, D]
+        layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+    return mask.gather(1, order)
 
 
 def _act(episode: Episode, action: list[int], encoder: Encoder) -> None:
@@ -400,7 +424,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "policy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--threads", type=int, default=2, help="another number gives other sums and so another policy")
+    parser.add_argument("--threads", type=int, default=1, help="another number gives other sums and so another policy")
     parser.add_argument("--probe-games", type=int, default=60, help=f"per split, each played {GROUP} times")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
