@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 from sluice.types import FinishReason, Logprobs, TokenIds
 
 Purpose = Literal["train", "validation"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 OnWeightUpdate = Literal["finish", "restart", "continue"]
 """What becomes of a response that is under way when new weights come.

@@ -74,9 +74,13 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __ini
         else:
             self.keys[now.write_rows, :, now.write_positions] = key_states[now.source_rows, :, now.source_tokens]
             self.values[now.write_rows, :, now.write_positions] = value_states[now.source_rows, :, now.source_tokens]
-        if now.read_rows is None:
+        rows = now.read_rows
+        if rows is None:
             return key_states, value_states
-        return self.keys[now.read_rows, :, : now.key_length], self.values[now.read_rows, :, : now.key_length]
+        keys, values = self.keys[:, :, : now.key_length], self.values[:, :, : now.key_length]
+        if isinstance(rows, slice):
+            return keys[rows], values[rows]
+        return keys.index_select(0, rows), values.index_select(0, rows)  # several times as fast as keys[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys attended to, and the offset of the first."""
@@ -120,8 +124,10 @@ class SlotCache:
         """Copy the first `length` entries of slots `sources` to slots `targets`, as if all at once."""
         for layer in self._layers:
             if layer.is_initialized:
-                layer.keys[targets, :, :length] = layer.keys[sources, :, :length]
-                layer.values[targets, :, :length] = layer.values[sources, :, :length]
+                for stored in (layer.keys[:, :, :length], layer.values[:, :, :length]):
+                    # Row by row is several times as fast as by a tensor of rows.
+                    for target, row in zip(targets.tolist(), stored.index_select(0, sources), strict=True):
+                        stored[target] = row
 
     def clear(self, slots: npt.NDArray[np.int64]) -> None:
         """Forget what slots hold: what is not finite there would spoil whoever is seated next."""

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from sluice.errors import RequestRefused
-from sluice.generation.base import GenerationRequest
-from sluice.generation.seats import PURPOSES
+from sluice.generation.base import PURPOSES, GenerationRequest
 
 _MIN_TEMPERATURE = 1e-4  # below it, logits divided by it leave float32, and nothing but the most probable token is drawn anyway
 

@@ -1,8 +1,8 @@
 """Who is computed next, whether yet, and how. Plain numpy, no model.
 
 The numbers are of a model of 0.7M parameters on one core, small enough that the fixed cost of a pass counts. A decoding pass took 4 ms and
-0.33 ms for each row of 500 tokens, a prefill pass 4.5 ms and 1.35 ms for each row's 21 tokens after 500; to copy such a row for one pass
-took 0.5 ms, to move it to another slot 1 ms.
+0.3 ms for each row of 500 tokens, twice that for one that had to be copied. A prefill pass took 4.5 ms and 1.3 ms for each row of 21 tokens
+after 500. To move such a row to another slot took 0.4 ms.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _DUE_SHARE = 4
 # Decoding passes for which a dialogue's new tokens wait for company at most: a prefill pass after every four adds at most a fourth.
 _MOST_DECODES = 4
 # In rows of a decoding pass that reads a slice:
-_COPIED = 2.5  # a row that is copied to be read
-_MOVED = 3.0  # a row that is moved to another slot
-_MARGIN = 2.0  # moves are worth so much more than they cost, because other rows join and leave meanwhile
+_COPIED = 2.0  # a row that is copied to be read
+_MOVED = 1.5  # a row that is moved to another slot
+_MARGIN = 4.0  # moves are worth so much more than they cost, because other rows join and leave meanwhile
 _MEMORY = 0.05  # share of the last ended request in the mean length of responses
 
 

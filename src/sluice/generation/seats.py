@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from sluice.generation.base import Purpose
+from sluice.generation.base import PURPOSES
 from sluice.generation.dialogues import Dialogue
 from sluice.generation.handle import SlotHandle
 from sluice.generation.rows import Index, RowTable
 from sluice.generation.sampling import noise_key
-
-PURPOSES: tuple[Purpose, ...] = get_args(Purpose)  # a row's account is an index of it
 
 # A dialogue at rest keeps its slot for so long though others wait: a fast environment has replied by then even to a crowd, and to compute
 # some hundred tokens anew takes about as long.

@@ -27,7 +27,7 @@ import torch
 
 from sluice.config.models import LoraConfig
 from sluice.errors import ConfigError, GenerationError
-from sluice.generation.base import Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
+from sluice.generation.base import PURPOSES, Generation, GenerationRequest, OnWeightUpdate, Purpose, Span, versions_of
 from sluice.generation.checks import check_length, check_request
 from sluice.generation.dialogues import Dialogue, Dialogues
 from sluice.generation.handle import Outcome, SlotHandle, call, reject, resolve
@@ -36,7 +36,7 @@ from sluice.generation.model import SlotModel
 from sluice.generation.planning import Pace, Spread, plan_decode, plan_prefill
 from sluice.generation.rows import Index, RowTable
 from sluice.generation.sampling import has_probabilities, sample, uniforms
-from sluice.generation.seats import PURPOSES, Seats
+from sluice.generation.seats import Seats
 from sluice.generation.weights import Tensors, Weights
 from sluice.types import FinishReason
 
@@ -358,23 +358,23 @@ class SlotEngine:
             publishes, self._publishes = self._publishes, []
         if not publishes:
             return
-        rows, weights, is_kept = self._rows, self._weights, self._on_publish == "keep"
+        rows, weights = self._rows, self._weights
         go_over = self._on_weight_update != "finish"
         try:
             for order in publishes:
                 if go_over:
                     self._note_spans()
                 weights.put(order.tensors, order.version, beside=not go_over and rows.needs(weights.newest))
-                rows.change_weights(edition=weights.newest, under_way=go_over, keep=is_kept)
+                rows.change_weights(edition=weights.newest, under_way=go_over, keep=self._on_publish == "keep")
                 self._version = order.version
                 order.done.set()
         except BaseException:
             with self._lock:
                 self._publishes.extend(order for order in publishes if not order.done.is_set())  # whoever waits must be told
             raise
-        resting = rows.resting()[: 0 if is_kept else None]
-        self._seats.put_aside(resting)
-        self._tidy(resting)
+        stale = rows.resting() if self._on_publish == "recompute" else np.empty(0, dtype=np.int64)
+        self._seats.put_aside(stale)
+        self._tidy(stale)
 
     def _note_spans(self) -> None:
         """Write down which tokens of the open requests are of the weights that leave now."""
