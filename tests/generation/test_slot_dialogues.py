@@ -656,6 +656,7 @@ def test_closing_ends_every_dialogue(qwen2_path):
         engine.end_dialogue(0)
         engine.end_dialogue(1)
         assert engine.metrics()["engine/dialogues"] == 0
+        assert open_.handle.sampled_tokens == engine.sampled_tokens("train") - 2
 
     with loaded(qwen2_path) as engine:
         asyncio.run(play(engine))

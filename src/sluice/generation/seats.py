@@ -80,6 +80,11 @@ class Seats:
         """A seated request has its outcome: others may count with its ticket."""
         self._tickets.append(handle.ticket)
 
+    def clear(self, rows: RowTable[Dialogue[SlotHandle]]) -> None:
+        """Nobody sits or waits any more; `rows` has no room. Counts stay."""
+        self.waiting.clear()
+        self._rows = rows
+
     def put_aside(self, slots: Sequence[int] | Index) -> None:
         """Take the tokens of dialogues at rest out of their slots, which others may have then."""
         rows = self._rows

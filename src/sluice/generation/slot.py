@@ -538,11 +538,9 @@ class SlotEngine:
         with self._lock:
             arriving = [handle for handles in self._arriving.values() for handle in handles]
             seated = [dialogue.handle for dialogue in self._rows.owners if dialogue.handle is not None]
-            given = dict.fromkeys(
-                (*seated, *self._seats.waiting, *self._arrived, *arriving)
-            )  # once each: the thread may have broken anywhere
+            # Once each: the thread may have broken anywhere.
+            given = dict.fromkeys((*seated, *self._seats.waiting, *self._arrived, *arriving))
             open_handles = [handle for handle in given if handle.settled is None]
-            self._seats.waiting.clear()
             self._arrived.clear()
             self._arriving.clear()
             self._dialogues.clear()
@@ -562,6 +560,7 @@ class SlotEngine:
         self._model = None
         self._weights = Weights(torch.nn.Module(), {})
         self._rows = RowTable(0, 0)
+        self._seats.clear(self._rows)
 
 
 def _open_request(dialogue: Dialogue[SlotHandle]) -> SlotHandle:
