@@ -256,6 +256,7 @@ def test_a_stop_text_of_several_tokens_is_refused() -> None:
 def test_doctor_asks_about_an_agentic_recipe_and_says_what_it_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "missing_packages", lambda extra: [])
     monkeypatch.setattr(recipe, "_check_model", lambda config: iter(()))
+    monkeypatch.setattr(recipe, "_check_agentic_dry_run", lambda config: iter(()))  # a model is needed: tests/pipeline/test_agentic.py
     monkeypatch.setattr(recipe, "_tokenizer", lambda config: Characters())
     path = write(tmp_path, AGENTIC_TEXT.replace("type: frozen_lake", "type: frozen_lake\n  run_in: inline"))
     result = CliRunner().invoke(app, ["doctor", str(path)])
@@ -268,6 +269,7 @@ def test_doctor_asks_about_an_agentic_recipe_and_says_what_it_would_run(tmp_path
 def test_doctor_asks_on_after_an_environment_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "missing_packages", lambda extra: [])
     monkeypatch.setattr(recipe, "_check_model", lambda config: iter(()))
+    monkeypatch.setattr(recipe, "_check_agentic_dry_run", lambda config: iter(()))  # a model is needed: tests/pipeline/test_agentic.py
     monkeypatch.setattr(recipe, "_tokenizer", lambda config: Characters())
     path = write(tmp_path, AGENTIC_TEXT.replace("type: frozen_lake", "type: frozen_lakes"))
     result = CliRunner().invoke(app, ["doctor", str(path)])

@@ -18,7 +18,7 @@ def answers(runs: Path, name: str) -> list[tuple[str, str]]:
 
 def test_the_extra_is_read_from_the_installed_package() -> None:
     assert {"torch", "trl", "math-verify"} <= set(extra_packages("train"))
-    assert set(extra_packages(None)) == {"numpy", "pydantic", "PyYAML", "rich", "typer"}
+    assert set(extra_packages(None)) == {"numpy", "pydantic", "PyYAML", "rapidfuzz", "rich", "typer"}
     assert package_of("math_verify.parser") == "math-verify"
     assert package_of("mine") is None
     textworld = extra_packages("agentic")["textworld"]  # written with an extra of its own: textworld[pddl]
