@@ -218,7 +218,8 @@ class RowTable(Generic[Owner]):
         come: list[Index] = []
         go: list[Index] = []
         start = 0
-        for members in [kept[section == number] for number in np.unique(section)]:
+        is_uniform = not len(kept) or bool(np.all(section == section[0]))
+        for members in [kept] if is_uniform else [kept[section == number] for number in np.unique(section)]:
             end = start + len(members)
             is_placed = (members >= start) & (members < end)
             is_hole = np.ones(len(members), dtype=np.bool_)
