@@ -374,10 +374,13 @@ def test_a_value_that_does_not_fit_is_refused_as_in_a_recipe(killed: Path) -> No
 
 
 def test_every_setting_that_may_change_is_one(killed: Path) -> None:
-    config = load_config(killed / "config.yaml", ["guard.policy=keep"])
+    rlvr = load_config(killed / "config.yaml", ["guard.policy=keep"])
+    agentic = load_config(Path(__file__).parents[2] / "recipes" / "agentic_household.yaml", ["guard.policy=keep"])
     for key in CHANGEABLE:
         section, name = key.split(".")
-        assert name in type(getattr(config, section)).model_fields
+        sections = [getattr(config, section) for config in (rlvr, agentic) if hasattr(config, section)]
+        assert sections
+        assert all(name in type(one).model_fields for one in sections)
 
 
 def test_a_finished_run_goes_on_when_it_is_given_more_steps_and_keeps_the_new_settings(whole: Path, tmp_path: Path) -> None:
