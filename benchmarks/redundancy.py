@@ -1,11 +1,11 @@
 """How long a batch takes to fill when some environments are slow, with redundant members and without.
 
-    python benchmarks/redundancy.py [--batches 6] [--redundancy 0 1 2 4] [--slow-share 0.05] [--slow-s 1.0] [KEY=VALUE ...]
+    python benchmarks/redundancy.py [KEY=VALUE ...] [--rounds 3] [--batches 2] [--redundancy 0 1 2 4] [--slow-share 0.05] [--slow-s 4.0]
 
 The household twin with injected latency: every step of an environment takes 2 milliseconds, and a share of the episodes is slow: each of
-its first steps takes --slow-s seconds, as a stuck machine would. Which ones are slow is drawn per environment and episode, so that
-siblings differ. The shipped policy plays, nothing is trained, every group is kept; the same number of batches for each redundancy, which
-take turns. Wall-clock of filling a batch, and the tokens that redundancy costs.
+its first five steps takes --slow-s seconds, as a stuck machine would. Which ones are slow is drawn per environment and episode, so that
+siblings differ. The shipped policy plays, nothing is trained, every group is kept. The redundancies take turns: in each of --rounds rounds
+every one of them fills --batches batches. Wall-clock of filling a batch, and the tokens that redundancy costs.
 """
 
 from __future__ import annotations
@@ -85,27 +85,35 @@ def fill_times(config: AgenticConfig, batches: int) -> tuple[list[float], int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--redundancy", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--slow-share", type=float, default=0.05)
-    parser.add_argument("--slow-s", type=float, default=1.0)
+    parser.add_argument("--slow-s", type=float, default=4.0)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_args(arguments)
-    print("| redundancy | fill time, s: mean (least to most) | tokens sampled |\n|---|---|---|")
-    for redundancy in asked.redundancy:
-        config = load_config(
-            RECIPE,
-            [
-                f"environment={{type: {__spec__.name if __spec__ else 'redundancy'}.SlowHousehold, run_in: thread, "
-                f"args: {{slow_share: {asked.slow_share}, slow_s: {asked.slow_s}}}}}",
-                "val_env_manager=null", "val_environment=null", "validation={}",
-                "train_env_manager.group_filter_config={type: no_filter}",
-                f"train_env_manager.group_size_redundancy={redundancy}", *asked.overrides,
-            ],
-        )  # fmt: skip
-        assert isinstance(config, AgenticConfig)
-        seconds, tokens = fill_times(config, asked.batches)
-        print(f"| {redundancy} | {statistics.mean(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {tokens} |", flush=True)
+    seconds: dict[int, list[float]] = {redundancy: [] for redundancy in asked.redundancy}
+    tokens = dict.fromkeys(asked.redundancy, 0)
+    for number in range(asked.rounds):
+        for redundancy in asked.redundancy:
+            config = load_config(
+                RECIPE,
+                [
+                    f"environment={{type: {__spec__.name if __spec__ else 'redundancy'}.SlowHousehold, run_in: thread, "
+                    f"args: {{slow_share: {asked.slow_share}, slow_s: {asked.slow_s}}}}}",
+                    "val_env_manager=null", "val_environment=null", "validation={}",
+                    "train_env_manager.group_filter_config={type: no_filter}",
+                    f"train_env_manager.group_size_redundancy={redundancy}", f"seed={number}", *asked.overrides,
+                ],
+            )  # fmt: skip
+            assert isinstance(config, AgenticConfig)
+            took, sampled = fill_times(config, asked.batches)
+            seconds[redundancy] += took
+            tokens[redundancy] += sampled
+    batches = asked.rounds * asked.batches
+    print("| redundancy | fill time, s: mean (least to most) | tokens sampled a batch |\n|---|---|---|")
+    for redundancy, took in seconds.items():
+        print(f"| {redundancy} | {statistics.mean(took):.1f} ({min(took):.1f} to {max(took):.1f}) | {tokens[redundancy] / batches:,.0f} |")
 
 
 if __name__ == "__main__":
