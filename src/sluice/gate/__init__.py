@@ -7,6 +7,7 @@ It knows nothing of environments, tokens or engines: it is told what members did
 - `rules.py`: from signals to the question whether a group is cut; the table from `type` to rule; `build_rule`
 - `decision.py`: `Gate`, one decision on one group
 - `keeper.py`: `GateKeeper`, which watches running groups, decides on each once, and audits itself
+- `futility.py`: `FutilityKeeper`, which stops single trajectories that get nowhere, and audits itself
 - `audit.py`: how often it is right, how far the threshold may go, what it saves
 - `offline.py`: the same questions on recorded groups
 
@@ -19,12 +20,15 @@ from __future__ import annotations
 from sluice.gate.audit import Precision, clopper_pearson
 from sluice.gate.decision import Gate
 from sluice.gate.divergence import SIGNALS, PrefixSignals, signals
+from sluice.gate.futility import FutilityKeeper, FutilityRule
 from sluice.gate.keeper import GateKeeper
 from sluice.gate.rules import ByTaskType, OrTermination, Rule, SingleAxis, build_rule
 
 __all__ = [
     "SIGNALS",
     "ByTaskType",
+    "FutilityKeeper",
+    "FutilityRule",
     "Gate",
     "GateKeeper",
     "OrTermination",

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from statistics import NormalDist
 from typing import Final
 
@@ -24,6 +25,13 @@ STEPS_OF_SCALE: Final = 20
 """How finely a threshold is moved: in twentieths of the configured one."""
 
 HALVINGS: Final = 50  # of an interval of length 1: below the digits that anyone reads
+
+
+def drawn(text: str, share: float) -> bool:
+    """A lot: True with the chance `share`, and always the same for the same text, in any process."""
+    if share in (0, 1):
+        return bool(share)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") < share * 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

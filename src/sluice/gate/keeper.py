@@ -19,12 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import islice
 from typing import Any, Final, NoReturn
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import AuditLog, Moments, Precision, lower_bound_clears
+from sluice.gate.audit import AuditLog, Moments, Precision, drawn, lower_bound_clears
 from sluice.gate.decision import SOURCE, Gate, differ, read_reward, read_rewards
 from sluice.gate.divergence import PrefixSignals
 from sluice.gate.rules import check_share
@@ -348,10 +347,7 @@ class GateKeeper:
 
     def _draw(self, group_key: Hashable) -> bool:
         """The lot of a group: the same for the same seed and key, in any process."""
-        if self.audit_rate in (0, 1):
-            return bool(self.audit_rate)
-        digest = blake2b(f"{self.seed}/{group_key!r}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.audit_rate * 2**64
+        return drawn(f"{self.seed}/{group_key!r}", self.audit_rate)
 
     def _name(self) -> str:
         """What its records depend on."""

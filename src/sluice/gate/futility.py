@@ -1,0 +1,402 @@
+"""Futility stop: a single trajectory that gets nowhere is stopped, and ends with the reward that it has earned so far.
+
+The gate cuts groups and drops them; a futility stop ends one member, which stays in its group, and whose tokens still train. What is
+watched is the trajectory alone: observations that it has had before, commands that it has tried in the same place, commands that are
+refused, and the environment's own progress. A policy that has got stuck rarely frees itself.
+
+Every member has a lot, drawn by seed before anything is known of it: with probability `audit_rate` it is an audited one, which is not
+stopped and tells how it would have gone on. A stop is right when the trajectory would have ended with the reward that it already had.
+
+A step costs the same however long the trajectory runs. What is stored of a member is one entry for each of its observations, freed with its
+end; events of members that are not watched (ended, or of groups that are gone) are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal, NoReturn
+
+from sluice.errors import ConfigError, GateError
+from sluice.gate.audit import Moments, Precision, clopper_pearson, drawn
+from sluice.gate.decision import SOURCE, differ, read_reward
+from sluice.gate.rules import check_share
+from sluice.types import Verdict
+
+Reason = Literal["no_new_observation", "loop", "invalid_actions", "no_progress"]
+"""Why a member is stopped."""
+
+REASONS: Final[tuple[Reason, ...]] = ("no_new_observation", "loop", "invalid_actions", "no_progress")
+
+ALL_FUTILE: Final = "all_futile"
+"""Reason of the verdict on a group that nobody of will earn anything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FutilityRule:
+    """When a trajectory gets nowhere. Each sign is off (None) unless it is given; the first one that shows stops it.
+
+    Raises `ConfigError` for numbers that are none, and when every sign is off.
+    """
+
+    steps: int | None = None  # environment steps in a row that answered with an observation it had had before
+    loops: int | None = None  # times that it took one action after one observation
+    invalid_actions: int | None = None  # actions in a row that are not admissible
+    progress_steps: int | None = None  # environment steps in a row in which the environment's progress was no higher than ever before
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = 2 if one.name == "loops" else 1
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                why = "everything is done a first time" if one.name == "loops" else "it is a number of environment steps"
+                raise ConfigError(
+                    f"futility.{one.name}: expected a whole number >= {least}, got {value!r} - {why}; leave it out to switch it off"
+                )
+        if all(getattr(self, one.name) is None for one in fields(self)):
+            raise ConfigError(
+                "futility: expected at least one sign, got none - set steps (no new observation for so many steps; 6 to 8 is careful)"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    is_audited: bool  # its lot
+    steps: int = 0
+    seen: set[Hashable] = field(default_factory=set)  # observations that it has had
+    since_new: int = 0  # steps since the last that was new
+    tried: dict[tuple[Hashable, Hashable], int] = field(default_factory=dict)  # (observation, action after it) -> how often
+    last: Hashable = None  # the newest observation
+    invalid: int = 0  # actions in a row that were refused
+    progress: float = -math.inf  # the most so far
+    since_progress: int = 0
+    reason: Reason | None = None  # why it is stopped, or would have been
+    would_earn: Any = None  # the reward that it had then
+    stopped_at: int = 0  # env_step of that
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    members: dict[Hashable, _Member] = field(default_factory=dict)  # that run, or were stopped and whose end was not told yet
+    earned: dict[Hashable, Any] = field(default_factory=dict)  # member -> reward of those that ended or were stopped
+    stopped: int = 0
+
+
+class FutilityKeeper:
+    """Watches the members of running groups with a `FutilityRule`, and audits itself. See the top of this file.
+
+    `audit_rate` 1 stops nobody and tells of all. `window`: audited members that count, the newest ones. `confidence`: of all intervals.
+    `horizon`: most environment steps of a trajectory, for the bound on what is saved. Raises `ConfigError` for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        rule: FutilityRule,
+        *,
+        seed: int = 0,
+        audit_rate: float = 0.1,
+        window: int = 500,
+        confidence: float = 0.95,
+        horizon: int | None = None,
+    ) -> None:
+        self.rule: Final = rule
+        self.seed: Final = seed
+        self.audit_rate: Final = audit_rate
+        self.confidence: Final = confidence
+        self.horizon: Final = horizon
+        try:
+            check_share("audit_rate", audit_rate, "it is the chance that a member is audited")
+            check_share("confidence", confidence, "it is a share")
+        except ConfigError as error:
+            raise ConfigError(f"futility.{error}") from None
+        if confidence in (0, 1):
+            raise ConfigError(f"futility.confidence: expected a number > 0 and < 1, got {confidence!r} - no interval has it: set 0.95")
+        for name, value in (("window", window), ("horizon", horizon)):
+            if value is not None and (not _is_count(value) or value < 1):
+                raise ConfigError(f"futility.{name}: expected a whole number >= 1, got {value!r} - it is a number of members or of steps")
+        self._groups: dict[Hashable, _Group] = {}
+        self._outcomes: deque[bool] = deque(maxlen=window)  # of audited members that would have been stopped: whether rightly
+        self._counts = dict.fromkeys(("members", "would_stop", "stopped", "audited", "lost", "bound", *REASONS), 0)
+        self._remaining = Moments()  # steps that audited members took after they would have been stopped
+
+    # ------------------------------------------------------------ what happens
+
+    def observe(
+        self,
+        group_key: Hashable,
+        member: Hashable,
+        env_step: int,
+        observation: Any,
+        is_admissible: bool | None = None,
+        progress: float | None = None,
+        action: Any = None,
+        *,
+        reward: Any = 0.0,
+    ) -> bool:
+        """A member took an environment step and goes on: 1 for its first. True: stop it now.
+
+        The step with which a trajectory ends is not told here: there is nothing to decide after it. Its end is told to `member_ended`.
+
+        `observation` is what the environment answered (any hashable: the text, or a digest of the state). Step 0, with what the reset
+        answered, may be told before; without it the first answer counts as new. `action`: what led there. `is_admissible`: whether it was
+        among the commands that do something; None: nobody says, which is never held against it. `progress`: as the environment says, any
+        number that grows. `reward`: the sum of its step rewards so far, with which it would end. Steps after a stop are answered with True
+        again. Raises `GateError` for steps out of order and for what the rule needs and was not given.
+        """
+        group = self._groups.get(group_key)
+        one = None if group is None else group.members.get(member)
+        if one is None:
+            if env_step > 1 or (group is not None and member in group.earned):
+                return False  # it ended before, or its group is gone
+            if group is None:
+                group = self._groups[group_key] = _Group()
+            one = group.members[member] = _Member(is_audited=drawn(f"{self.seed}/futility/{group_key!r}/{member!r}", self.audit_rate))
+            self._counts["members"] += 1
+            if env_step == 0:
+                self._check_hashable(observation, "observation", group_key, member)
+                one.seen.add(observation)
+                one.last = observation
+                self._note_progress(one, progress, group_key, member)
+                one.since_progress = 0
+                return False
+        assert group is not None
+        if one.reason is not None:
+            one.steps = max(one.steps, env_step)
+            return not one.is_audited
+        if env_step != one.steps + 1:
+            raise GateError(
+                f"futility: expected step {one.steps + 1} of member {member!r} of group {group_key!r}, got step {env_step!r} - tell every "
+                "step once and in order, and the end of a lost member before its replacement begins"
+            )
+        one.steps = env_step
+        reason = self._reason(one, observation, is_admissible, progress, action, group_key, member)
+        if reason is None:
+            return False
+        one.reason, one.would_earn, one.stopped_at = reason, read_reward(reward, member), env_step
+        self._counts["would_stop"] += 1
+        self._counts[reason] += 1
+        if one.is_audited:
+            return False
+        self._counts["stopped"] += 1
+        if self.horizon is not None:
+            self._counts["bound"] += max(0, self.horizon - env_step)
+        group.stopped += 1
+        group.earned[member] = one.would_earn
+        return True
+
+    def member_ended(
+        self, group_key: Hashable, member: Hashable, reward: Any = None, comparable: bool = True, *, env_steps: int | None = None
+    ) -> None:
+        """A member ended, stopped or not.
+
+        `comparable`: by itself or by a stop; else it failed, was lost or cancelled, and is as if it had never been: its name may be used
+        again. `reward`: the final one; None: it has none. `env_steps`: all that it took; None: one more than were told.
+        """
+        group = self._groups.get(group_key)
+        one = None if group is None else group.members.pop(member, None)
+        if group is None:
+            return
+        if one is not None and one.reason is not None and one.is_audited:
+            if env_steps is None:
+                env_steps = one.steps + 1
+            self._tell(one, read_reward(reward, member) if comparable else None, env_steps)
+        if not comparable:
+            if group.earned.pop(member, None) is not None and one is not None and one.reason is not None:
+                group.stopped -= 1
+        elif member not in group.earned or reward is not None:
+            group.earned[member] = read_reward(reward, member)
+
+    def verdict(self, group_key: Hashable, members: int) -> Verdict | None:
+        """The verdict on a group of which at least one member was stopped, as soon as it is known: a drop once `members` of it have ended
+        or were stopped and all have the same reward. None: it may still teach something, or the filters judge it as any other.
+
+        An audited member runs on, and so does its group.
+        """
+        group = self._groups.get(group_key)
+        if group is None or not group.stopped or len(group.earned) < members:
+            return None
+        rewards = [*group.earned.values()]
+        if any(reward is None for reward in rewards) or differ(rewards):
+            return None
+        evidence = {"n": len(rewards), "stopped": group.stopped, "reward": float(rewards[0])}
+        return Verdict.dropped(ALL_FUTILE, "low_information", SOURCE, evidence)
+
+    def reason(self, group_key: Hashable, member: Hashable) -> Reason | None:
+        """Why a member is stopped, or, audited, would have been; until its end is told. None: it is not."""
+        group = self._groups.get(group_key)
+        one = None if group is None else group.members.get(member)
+        return None if one is None else one.reason
+
+    def group_ended(self, group_key: Hashable) -> None:
+        """A group left, whatever became of it: its memory is freed. Audited members of it that still run are counted as lost."""
+        group = self._groups.pop(group_key, None)
+        for one in [] if group is None else group.members.values():
+            if one.reason is not None and one.is_audited:
+                self._tell(one, None, 0)
+
+    # ------------------------------------------------------------ what it knows
+
+    @property
+    def watched(self) -> int:
+        """Groups that something is stored of."""
+        return len(self._groups)
+
+    @property
+    def precision(self) -> Precision:
+        """Of the audited members that count and would have been stopped: how many ended with the reward that they had then.
+
+        The interval is the exact one. It takes members for independent of each other, which those of one group are not quite.
+        """
+        right, n = sum(self._outcomes), len(self._outcomes)
+        low, high = clopper_pearson(right, n, self.confidence)
+        return Precision(right=right, n=n, value=right / n if n else None, low=low, high=high)
+
+    def metrics(self, tokens_per_env_step: float | None = None) -> dict[str, float]:
+        """`gate/futile_...` over the whole run (the precision: of the newest ones); names without a value yet are left out.
+
+        `tokens_per_env_step`, measured by whoever counts tokens, makes tokens of the saved steps.
+        """
+        counts = self._counts
+        shown: dict[str, float] = {
+            "gate/futile_would_stop": counts["would_stop"],
+            "gate/futile_stopped": counts["stopped"],
+            "gate/futile_audited": counts["audited"],
+            "gate/futile_audited_lost": counts["lost"],
+            **{f"gate/futile_reason/{reason}": counts[reason] for reason in REASONS if counts[reason]},
+        }
+        if counts["members"]:
+            shown["gate/futile_rate"] = counts["would_stop"] / counts["members"]
+        precision = self.precision
+        if precision.value is not None:
+            shown |= {
+                "gate/futile_precision": precision.value,
+                "gate/futile_precision_low": precision.low,
+                "gate/futile_precision_high": precision.high,
+            }
+        saved: dict[str, float] = {}
+        estimate = self._remaining.total_of_others(counts["stopped"], self.confidence)
+        if estimate is not None:
+            saved = dict(zip(("estimate", "estimate_low", "estimate_high"), estimate, strict=True))
+        if self.horizon is not None:
+            saved["bound"] = counts["bound"]
+        shown |= {f"gate/futile_env_steps_saved_{name}": value for name, value in saved.items()}
+        if tokens_per_env_step is not None:
+            shown |= {f"gate/futile_tokens_saved_{name}": value * tokens_per_env_step for name, value in saved.items()}
+        return shown
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
+        return {
+            "rule": self._name(),
+            "outcomes": [*self._outcomes],
+            "counts": dict(self._counts),
+            "remaining": [self._remaining.n, self._remaining.mean, self._remaining.squares],
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another rule."""
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own):
+            _refuse(f"expected a mapping with {sorted(own)}, got {sorted(map(str, state)) if isinstance(state, Mapping) else state!r}")
+        if state["rule"] != own["rule"]:
+            _refuse(f"expected that of {own['rule']}, got that of {state['rule']}")
+        counts, remaining, outcomes = state["counts"], state["remaining"], state["outcomes"]
+        if not isinstance(counts, Mapping) or set(counts) != set(own["counts"]) or not all(map(_is_count, counts.values())):
+            _refuse(f"expected counts of {sorted(own['counts'])}, got {counts!r}")
+        if not isinstance(outcomes, list) or not all(isinstance(outcome, bool) for outcome in outcomes):
+            _refuse(f"expected outcomes as true and false, got {outcomes!r}")
+        if not isinstance(remaining, list) or len(remaining) != 3 or not _is_count(remaining[0]) or not all(map(_is_number, remaining)):
+            _refuse(f"expected number, mean and squares of remaining steps, got {remaining!r}")
+        self._groups.clear()
+        self._outcomes = deque(outcomes, maxlen=self._outcomes.maxlen)
+        self._counts = {name: counts[name] for name in own["counts"]}
+        self._remaining = Moments(n=remaining[0], mean=float(remaining[1]), squares=float(remaining[2]))
+
+    # ------------------------------------------------------------ how it decides
+
+    def _reason(
+        self,
+        one: _Member,
+        observation: Any,
+        is_admissible: bool | None,
+        progress: float | None,
+        action: Any,
+        group_key: Hashable,
+        member: Hashable,
+    ) -> Reason | None:
+        """Take note of a step; the first sign that shows."""
+        rule = self.rule
+        self._check_hashable(observation, "observation", group_key, member)
+        tries = 0
+        if rule.loops is not None:
+            if action is None:
+                raise GateError(
+                    f"futility: loops needs the action of every step, got none for member {member!r} of group {group_key!r} - give it"
+                )
+            self._check_hashable(action, "action", group_key, member)
+            place = (one.last, action)
+            tries = one.tried[place] = one.tried.get(place, 0) + 1
+        is_new = observation not in one.seen
+        one.seen.add(observation)
+        one.last = observation
+        one.since_new = 0 if is_new else one.since_new + 1
+        one.invalid = one.invalid + 1 if is_admissible is False else 0
+        if rule.progress_steps is not None:
+            self._note_progress(one, progress, group_key, member)
+        if rule.steps is not None and one.since_new >= rule.steps:
+            return "no_new_observation"
+        if rule.loops is not None and tries >= rule.loops:
+            return "loop"
+        if rule.invalid_actions is not None and one.invalid >= rule.invalid_actions:
+            return "invalid_actions"
+        if rule.progress_steps is not None and one.since_progress >= rule.progress_steps:
+            return "no_progress"
+        return None
+
+    def _note_progress(self, one: _Member, progress: float | None, group_key: Hashable, member: Hashable) -> None:
+        if self.rule.progress_steps is None:
+            return
+        if not _is_number(progress):
+            raise GateError(
+                f"futility: progress_steps needs the environment's progress at every step, got {progress!r} for member {member!r} of group "
+                f"{group_key!r} - choose an environment that says it, or leave progress_steps out"
+            )
+        assert progress is not None
+        one.since_progress = 0 if progress > one.progress else one.since_progress + 1
+        one.progress = max(one.progress, float(progress))
+
+    def _tell(self, one: _Member, reward: Any, env_steps: int) -> None:
+        """An audited member that would have been stopped has ended; None: nobody knows how."""
+        if reward is None:
+            self._counts["lost"] += 1
+            return
+        self._counts["audited"] += 1
+        self._outcomes.append(not differ([reward, one.would_earn]))
+        self._remaining.add(max(0, env_steps - one.stopped_at))
+
+    def _check_hashable(self, value: Any, what: str, group_key: Hashable, member: Hashable) -> None:
+        try:
+            hash(value)
+        except TypeError:
+            raise GateError(
+                f"futility: expected a hashable {what} of member {member!r} of group {group_key!r}, got {type(value).__name__} - give its "
+                "text, or a digest"
+            ) from None
+
+    def _name(self) -> str:
+        """What its records depend on."""
+        return repr(self.rule)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise GateError(f"futility: the state is torn, or of another rule: {reason} - go on from a checkpoint of this run")
