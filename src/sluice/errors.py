@@ -43,12 +43,24 @@ class GateError(SluiceError, ValueError):
     """The gate was given something that it cannot compare or judge, or was told what cannot have happened."""
 
 
+class AnalysisError(SluiceError, ValueError):
+    """Recorded data cannot be read or analysed: a file, a column or a cell is not what the offline tools need."""
+
+
+class CorrectionError(SluiceError, ValueError):
+    """Log-probs and masks that cannot be corrected: one is missing, or they do not fit each other. Names the argument."""
+
+
 class TrainerError(SluiceError, RuntimeError):
     """The trainer is wrong: log-probs that do not match, shapes that do not fit."""
 
 
 class LoopError(SluiceError, ValueError):
     """A user-defined rollout loop breaks its contract, or cannot be loaded."""
+
+
+class DataError(SluiceError, ValueError):
+    """A DataProto was asked for what it cannot give: columns that do not fit together, rows that were freed."""
 
 
 class QueueError(SluiceError, ValueError):

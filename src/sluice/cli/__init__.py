@@ -1,4 +1,4 @@
-"""The command line: `sluice train`, `sluice status` and `sluice doctor`.
+"""The command line: `sluice train`, `sluice status`, `sluice doctor` and `sluice gate`.
 
     app.py          the commands, their options and help
     reporting.py    errors as one line for a person, and the exit codes
@@ -6,6 +6,8 @@
     doctor.py       what `sluice doctor` asks, and how an answer looks
     environment.py  its questions about this machine
     recipe.py       its questions about one recipe
+    gate.py         `sluice gate sweep` and `sluice gate fit`
+    gate_tables.py  what they print
     progress.py     what is shown while a run goes on
     quiet.py        the same for --quiet
 

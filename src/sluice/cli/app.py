@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import sluice
+from sluice.cli.gate import gate_app
 from sluice.cli.reporting import FAILED, STOPPED, reported, unless_nobody_reads
 from sluice.cli.simulate import simulate
 from sluice.errors import ConfigError
@@ -192,3 +193,4 @@ def _with_seed(overrides: list[str] | None, seed: int | None) -> list[str]:
 
 
 app.command()(simulate)
+app.add_typer(gate_app)

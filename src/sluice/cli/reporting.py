@@ -18,7 +18,7 @@ from typing import Final
 
 import typer
 
-from sluice.errors import ConfigError, SchedulerBug, SluiceError, TaskError
+from sluice.errors import AnalysisError, ConfigError, SchedulerBug, SluiceError, TaskError
 
 FAILED: Final = 1
 WRONG_INPUT: Final = 2
@@ -34,7 +34,7 @@ def reported() -> Iterator[None]:
         yield
     except SchedulerBug:
         raise
-    except (ConfigError, TaskError) as err:
+    except (ConfigError, TaskError, AnalysisError) as err:
         fail(_told(err), WRONG_INPUT)
     except SluiceError as err:
         fail(_told(err), FAILED)
