@@ -49,6 +49,7 @@ _ROOMS = frozenset(
         "filters",
         "gate",
         "generation",
+        "integrations",
         "ledger",
         "pipeline",
         "records",

@@ -1,0 +1,243 @@
+"""GRPOTrainer with dynamic sampling: whole batches of groups that filters keep, and TRL's own code on exactly those.
+
+How it is put in: TRL makes a batch in `_generate_and_score_completions`, which generates once (`_generate`) and scores once
+(`_calculate_rewards`). Here both are done as often as it takes to fill the batch; then TRL's method runs on the rows that were chosen, with
+what was generated and scored for them handed to it at these two places. Padding, log-probs, advantages, loss, logging and everything behind
+are TRL's, unchanged. Evaluation is TRL's altogether: no filter, no replacement.
+
+The surprising part: TRL's data loader still drives the steps, but its rows are not used. Prompts come from a stream of our own over the
+same data in the same order (`prompts.py`), since the loader cannot be asked for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sluice.errors import ConfigError, RecordError, TrainerError
+from sluice.integrations.trl.rows import Generated, Row, join_rows, split_rows
+from sluice.integrations.trl.sampler import BatchSampler, Chosen, Watch, logger
+from sluice.integrations.trl.settings import DynamicSampling
+from sluice.records.checkpoints import decode, encode
+
+STATE_FILE: Final = "sluice_state.json"
+
+ROW_MEANS: Final = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})  # losses that are means over the rows of a batch
+TOKEN_MEANS: Final = frozenset({"dapo", "cispo", "vespo"})  # losses that divide by the batch's number of loss tokens
+
+
+class DynamicSamplingMixin:
+    """Dynamic sampling for any subclass of GRPOTrainer: `class Mine(DynamicSamplingMixin, TheirTrainer)`.
+
+    Args:
+        dynamic_sampling: what is dropped, what replaces it, and where that ends; None: the default, which replaces groups without spread.
+
+    Raises:
+        ConfigError: the settings cannot be, or cannot be together with the trainer's. Before anything is sampled.
+        ResampleError: from `train()`, when a batch cannot be filled within its bounds.
+    """
+
+    def __init__(self, *args: Any, dynamic_sampling: DynamicSampling | None = None, **kwargs: Any) -> None:
+        self._capturing = False
+        self._replayed: _Replay | None = None
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        settings = dynamic_sampling or DynamicSampling()
+        check_settings(trainer, settings)
+        self.dynamic_sampling = settings
+        self.batch_sampler = BatchSampler(
+            trainer, settings, _Capture(self), reward_names=trainer.reward_func_names, reward_weights=trainer.reward_weights
+        )
+
+    @property
+    def rollout_watch(self) -> Watch:
+        """For a rollout function: where it tells what its environments do, and asks which rows are cut. See `Watch`."""
+        return self.batch_sampler.watch
+
+    # ---------------------------------------------------------------- where TRL makes a batch
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        trainer: Any = self
+        if self._capturing or not trainer.model.training:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc,no-any-return]
+        world = trainer.accelerator.num_processes
+        chosen = self.batch_sampler.fill(len(inputs) * world)
+        share = slice(trainer.accelerator.process_index * len(inputs), (trainer.accelerator.process_index + 1) * len(inputs))
+        rows = chosen.rows[share]
+        with self._replay(chosen, rows):
+            output: dict[str, Any] = super()._generate_and_score_completions([_entry(row, trainer) for row in rows])  # type: ignore[misc]
+        self._neutralise(output, chosen, rows)
+        tell(trainer, chosen)
+        return output
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        if self._replayed is not None:
+            return self._replayed.generated
+        made = super()._generate(prompts)  # type: ignore[misc]
+        if self._capturing:
+            raise _Captured(prompts, made)
+        return made
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        if self._replayed is not None:
+            return self._replayed.rewards
+        scored: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # type: ignore[misc]
+        return scored
+
+    @contextmanager
+    def _replay(self, chosen: Chosen, rows: list[Row]) -> Iterator[None]:
+        """TRL gets what was made of the chosen rows in place of generating and scoring; environments have been played already."""
+        trainer: Any = self
+        rewards = torch.tensor([row.rewards for row in chosen.rows], dtype=torch.float32, device=trainer.accelerator.device)
+        self._replayed = _Replay(generated=tuple(join_rows(rows)), rewards=rewards)
+        columns = {column for row in rows for column in row.logs}
+        for column in sorted(columns):
+            trainer._pending_extra_logs[column] = [row.logs.get(column) for row in rows]
+        factories, trainer.environment_factories = trainer.environment_factories, None
+        trainer.environments = None
+        try:
+            yield
+        finally:
+            self._replayed = None
+            trainer.environment_factories = factories
+
+    def _neutralise(self, output: dict[str, Any], chosen: Chosen, rows: list[Row]) -> None:
+        """Rows that only fill a place leave the loss and whatever it is divided by."""
+        trainer: Any = self
+        if not chosen.neutral_rows:
+            return
+        mask = output["completion_mask"]
+        is_real = torch.tensor([not row.is_neutral for row in rows], device=mask.device).unsqueeze(1)
+        output["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * is_real
+        tokens = (mask * output["tool_mask"]).sum()
+        output["num_items_in_batch"] = trainer.accelerator.gather(tokens).sum()
+        if trainer.loss_type in ROW_MEANS:
+            output["loss_scale"] = torch.tensor(len(chosen.rows) / (len(chosen.rows) - chosen.neutral_rows), device=mask.device)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        return loss * inputs["loss_scale"] if "loss_scale" in inputs else loss
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.args.should_save:
+            save_state(self.batch_sampler, Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            load_state(self.batch_sampler, Path(checkpoint))
+
+
+class DynamicSamplingGRPOTrainer(DynamicSamplingMixin, GRPOTrainer):
+    """TRL's GRPOTrainer, trained on whole batches of groups that teach something. Everything else is GRPOTrainer.
+
+    ```python
+    trainer = DynamicSamplingGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=..., dynamic_sampling=DynamicSampling())
+    ```
+    """
+
+    _tag_names = [*GRPOTrainer._tag_names, "sluice"]  # noqa: RUF012 - as in TRL
+
+
+class _Replay:
+    """What TRL is given at the two places."""
+
+    def __init__(self, generated: tuple[Any, ...], rewards: torch.Tensor) -> None:
+        self.generated = generated
+        self.rewards = rewards
+
+
+class _Captured(Exception):
+    """No error: it carries a generation out of TRL's method, which would go on with it."""
+
+    def __init__(self, prompts: list[Any], made: Any) -> None:
+        super().__init__("a generation on its way out of TRL's method; nobody should see this")
+        self.prompts = prompts
+        self.made = Generated(*made)
+
+
+class _Capture:
+    """Generates and scores as TRL does: the part of its method before the log-probs, which also sets up tools and environments."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def generate(self, inputs: list[dict[str, Any]]) -> tuple[list[Row], torch.Tensor]:
+        """See `Backend`."""
+        trainer = self._trainer
+        trainer._capturing = True
+        try:
+            trainer._generate_and_score_completions(inputs)
+        except _Captured as captured:
+            rows = split_rows(inputs, captured.prompts, captured.made)
+            prompts, made = captured.prompts, captured.made
+        else:
+            raise TrainerError(
+                f"expected {type(trainer).__name__}._generate_and_score_completions to generate once, by _generate, and it did not - it "
+                "overrides TRL's method in a way that dynamic sampling cannot be put into"
+            )
+        finally:
+            trainer._capturing = False
+        rewards = trainer._calculate_rewards(inputs, prompts, made.completions, made.completion_ids)
+        take_logs(trainer, rows)
+        return rows, rewards
+
+
+def tell(trainer: Any, chosen: Chosen) -> None:
+    """Into TRL's own log: of what is of a batch the mean over the logging window, of counts since the start the newest value."""
+    metrics = trainer._metrics["train"]
+    for name, value in chosen.metrics.items():
+        metrics[name].append(value)
+    for name, value in chosen.totals.items():
+        metrics[name] = [value]
+
+
+def save_state(sampler: BatchSampler, folder: Path) -> None:
+    """Beside what TRL wrote into the folder of a checkpoint."""
+    (folder / STATE_FILE).write_text(encode(sampler.state_dict()), encoding="utf-8")
+
+
+def load_state(sampler: BatchSampler, folder: Path) -> None:
+    """From there. Raises `RecordError` for a state that is torn or of other data; a checkpoint without one is of a plain run."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        logger.warning(f"{folder} has no {STATE_FILE}: prompts are drawn from the beginning, as it is of a run without dynamic sampling")
+        return
+    try:
+        sampler.load_state_dict(decode(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path}: expected the state of dynamic sampling, got {type(error).__name__}: {error}") from error
+
+
+def take_logs(trainer: Any, rows: list[Row]) -> None:
+    """What reward functions logged row by row goes with the rows; TRL gets back that of the rows which were chosen."""
+    for column, values in trainer._pending_extra_logs.items():
+        if len(values) == len(rows):
+            for row, value in zip(rows, values, strict=True):
+                row.logs[column] = value
+    trainer._pending_extra_logs.clear()
+
+
+def check_settings(trainer: Any, settings: DynamicSampling) -> None:
+    """Raise `ConfigError` for settings that do not go together with the trainer's."""
+    may_be_short = settings.on_exhausted != "raise" or settings.min_members is not None
+    if may_be_short and trainer.loss_type not in ROW_MEANS | TOKEN_MEANS:
+        raise ConfigError(
+            f"DynamicSampling: on_exhausted {settings.on_exhausted!r} and min_members can leave a batch short, which "
+            f"loss_type {trainer.loss_type!r} cannot be divided by: it is a mean over each micro batch - use on_exhausted='raise' without "
+            f"min_members, or a loss_type out of {sorted(ROW_MEANS | TOKEN_MEANS)}"
+        )
+
+
+def _entry(row: Row, trainer: Any) -> dict[str, Any]:
+    """The row of the data as TRL shall see it: with the prompt as an environment completed it."""
+    return {**row.entry, "prompt": row.prompt} if trainer.environment_factories is not None or "prompt" not in row.entry else row.entry
