@@ -54,6 +54,7 @@ _ROOMS = frozenset(
         "pipeline",
         "records",
         "rewards",
+        "roll",
         "scheduler",
         "sim",
         "tasks",

@@ -156,12 +156,40 @@ def test_attempts_that_still_run_when_a_loop_returns_are_cancelled() -> None:
     assert player.trained() == [[0]]
 
 
-@pytest.mark.parametrize(("index", "error"), [(-1, LoopError), (2, LoopError)])
+@pytest.mark.parametrize(("index", "error"), [(-1, LoopError), (3, LoopError)])
 def test_a_member_that_does_not_exist_is_the_mistake_of_the_loop(index: int, error: type[Exception]) -> None:
     player = looping()
     player.want(1)
     with pytest.raises(error, match="expected a member_index from 0 to 1"):
         player.scheduler.handle(ev.LoopAttempt(group_id=0, member_index=index), 1.0)
+
+
+def test_a_loop_may_begin_further_members_to_choose_from_and_what_it_leaves_out_is_rejected() -> None:
+    player = looping()
+    player.want(1)
+    rollouts = player.deliver(0, [1.0, 1.0, 0.0])
+    assert [rollout.member_index for rollout in rollouts] == [0, 1, 2]
+    player.give_back(0, [rollouts[0], rollouts[2]])
+    assert player.trained() == [[0]]
+    assert player.scheduler.ledger.attempts["rejected"] == 1
+    player.step()
+    assert player.record_of(0).rewards == (1.0, None, 0.0)
+
+
+def test_further_members_are_as_many_as_all_rounds_together_have() -> None:
+    player = looping(max_response_rounds=3)
+    player.want(1)
+    assert [player.start_attempt(0, index) for index in range(7)] == [0, 1, 2, 3, 4, 5, None]
+    answers = player.scheduler.handle(ev.LoopAttempt(group_id=0, member_index=6), 1.0)
+    assert answers == [ev.AttemptRefused(group_id=0, member_index=6, reason="response_retries")]
+
+
+def test_seeds_of_further_members_are_their_own() -> None:
+    player = looping(max_response_rounds=5)
+    player.want(1)
+    for index in range(10):
+        player.start_attempt(0, index)
+    assert len({launch.seed for launch in player.launches}) == 10
 
 
 def test_a_member_that_is_being_generated_cannot_be_tried_at_the_same_time() -> None:

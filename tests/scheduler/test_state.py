@@ -362,6 +362,15 @@ def test_numbers_of_libraries_in_rewards_metrics_and_verdicts_do_not_break_a_che
     assert [rollout.reward for rollout in later.scheduler.buffer.groups()[0].rollouts] == [0.0, 1.0]
 
 
+def test_a_group_of_further_members_comes_back_as_it_was() -> None:
+    player = started(has_user_loop=True, query=NO_FILTER)
+    player.want(2)
+    rollouts = player.deliver(0, [1.0, 0.0, 0.0, 1.0])
+    player.give_back(0, [rollouts[1], rollouts[3]])
+    later = resumed(player)
+    assert [rollout.member_index for rollout in later.scheduler.buffer.groups()[0].rollouts] == [1, 3]
+
+
 def test_groups_of_a_batch_that_was_not_stepped_on_are_trained_after_the_resume() -> None:
     player = started(async_generation_ratio=1.0)
     player.want(2)

@@ -54,11 +54,11 @@ class AgenticQuestions:
 
     def group_filters(self) -> Iterator[Check]:
         """The filters on groups of trajectories."""
-        config, least = self.config, self.config.resampling.min_members
-        yield ok("group filter", f"training: {self._filter('train', config.train_env_manager, least)}")
+        config = self.config
+        yield ok("group filter", f"training: {self._filter('train', config.train_env_manager)}")
         if config.val_env_manager is not None:
             what = {"record": "recorded only", "apply": "left out of the mean"}[config.validation.filtering]
-            told = self._filter("val", config.val_env_manager, None)
+            told = self._filter("val", config.val_env_manager)
             yield ok("group filter", f"evaluation: {told}" + (f", what it drops is {what}" if told != _NO_FILTER else ""))
 
     def dialogue(self, tokenizer: Any) -> Iterator[Check]:
@@ -119,10 +119,10 @@ class AgenticQuestions:
         what = environment.type if task_type in (None, environment.type) else f"{environment.type} ({task_type})"
         return ok(name, "\n".join([f"{what} {_WHERE[environment.run_in]}: {seconds}", *lines]))
 
-    def _filter(self, mode: Literal["train", "val"], manager: EnvManagerConfig, least: int | None) -> str:
-        from sluice.filters import build_group_filter
+    def _filter(self, mode: Literal["train", "val"], manager: EnvManagerConfig) -> str:
+        from sluice.pipeline.agentic import agentic_group_filter
 
-        build_group_filter(manager, mode=mode, where=f"{mode}_env_manager", min_members=least, config=self.config)
+        agentic_group_filter(self.config, mode)
         if manager.group_filter_cls is not None:
             return manager.group_filter_cls
         return _NO_FILTER if manager.group_filter_config is None else manager.group_filter_config.type

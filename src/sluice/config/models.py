@@ -296,7 +296,13 @@ class RlvrConfig(RunConfig):
     domain_interleave_probs: dict[str, Annotated[float, Field(gt=0)]] | None = Field(default=None, min_length=1)  # share of each domain
     mix_on: Literal["kept", "drawn"] = "kept"  # whether the shares are of the groups that train, or of the prompts drawn
     user_defined_rollout_loop_cls: ImportPath | None = None  # a rollout loop of your own; None: one prompt, one response
+    is_num_return_sequences_expand: bool = False  # a ROLL-style loop asks for each response of a group by a request of its own
     validation: ValidationConfig = ValidationConfig()
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest prompt with its response."""
+        return self.prompt_length + self.response_length
 
 
 ModelConfig.model_rebuild()

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from sluice.errors import LoopError, RequestRefused
+from sluice.errors import FilterError, LoopError, RequestRefused
 from sluice.generation.base import Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Score
 from sluice.rewards.score import describe, make_score
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import mix
-from sluice.types import Failure, Rollout, Task, TokenIds, Turn, Verdict
+from sluice.types import Failure, Group, Rollout, Task, TokenIds, Turn, Verdict
 
 if TYPE_CHECKING:
     from sluice.execution.shell import LocalShell
@@ -321,6 +321,7 @@ class LoopContext:
         self.group_id = order.group_id
         self.epoch = order.epoch
         self.start_step = order.start_step  # global_step at launch
+        self.round = order.round  # 1 for the groups first asked for, n + 1 for the replacement of a group of round n
         self.group_size = config.group_size
         self.redundancy = config.redundancy  # members beyond group_size that may run; the first group_size to deliver make the group
         self.min_members: int = config.group_size if config.min_members is None else config.min_members  # fewest that still make a group
@@ -331,6 +332,7 @@ class LoopContext:
         self.meta: dict[str, Any] = {}  # for the loop's own notes on this group; nothing here reads it
         self._shell = shell
         self._answer: ev.LaunchMember | ev.AttemptRefused | None = None
+        self._further = 0  # members beyond those of the group that `start_another` has tried
         self._open: dict[int, Attempt] = {}  # by member_index
         self._delivered: set[int] = set()  # members
         self._why_not: dict[int, str] = {}  # why a member has not delivered, the latest last
@@ -343,8 +345,10 @@ class LoopContext:
 
     @property
     def missing_members(self) -> list[int]:
-        """Members 0 to group_size - 1 that have not delivered and are not being tried."""
-        return [index for index in range(self.group_size) if index not in self._delivered and index not in self._open]
+        """Members 0 to group_size - 1, and further ones that were begun, that have not delivered and are not being tried."""
+        places = self.group_size + self.redundancy
+        known = (*range(self.group_size), *range(places, places + self._further))
+        return [index for index in known if index not in self._delivered and index not in self._open]
 
     def encode(self, text: str) -> TokenIds:
         """Token ids of a text, without special tokens beyond those that it names. [N]"""
@@ -352,10 +356,14 @@ class LoopContext:
             raise LoopError("expected a shell with a tokenizer for context.encode, got one without - give it encode")
         return self._shell.encode(text)
 
-    async def score(self, response: str) -> Score:
-        """What the domain's verifier says to any text: time-limited, in the worker pool. Raises `GroupClosed` when the pool is broken."""
+    async def score(self, response: str, *, domain: str | None = None) -> Score:
+        """What the domain's verifier says to any text: time-limited, in the worker pool. Raises `GroupClosed` when the pool is broken.
+
+        domain: ask the verifier of another one.
+        """
+        task = self.task if domain is None or domain == self.task.domain else replace(self.task, domain=domain)
         try:
-            return await self._shell.scorer.score(self.task, response)
+            return await self._shell.scorer.score(task, response)
         except Exception as error:  # a bad verifier is a score without reward: this is the scorer as a whole
             self._shell.broken(error)
             raise GroupClosed(f"group {self.group_id} has left: the scorer is broken") from error
@@ -366,7 +374,7 @@ class LoopContext:
         Raises `RoundsUsedUp` after max_response_rounds tries, `GroupClosed` when the group has left, `LoopError` for an index that is no
         member or is being tried.
         """
-        places = self.group_size + self.redundancy
+        places = self.group_size + self.redundancy + self._further
         if not 0 <= member_index < places:
             raise LoopError(f"expected a member_index from 0 to {places - 1}, got {member_index} - a group has no other members")
         if member_index in self._open:
@@ -374,6 +382,19 @@ class LoopContext:
                 f"member {member_index} of group {self.group_id} is being tried - finish or cancel that attempt first, or start "
                 "another member"
             )
+        return self._begin(member_index)
+
+    def start_another(self) -> Attempt:
+        """Begin a try at a further member: for a loop that wants more responses to choose from than the group has members.
+
+        What is chosen must still be a group; the others are left out of what `run` returns. Raises `RoundsUsedUp` when as many members have
+        been begun as max_response_rounds whole groups have, `GroupClosed` when the group has left.
+        """
+        attempt = self._begin(self.group_size + self.redundancy + self._further)
+        self._further += 1
+        return attempt
+
+    def _begin(self, member_index: int) -> Attempt:
         answer = self._ask(member_index)
         if isinstance(answer, ev.LaunchMember):
             attempt = self._open[member_index] = Attempt(self, answer)
@@ -382,7 +403,7 @@ class LoopContext:
             return attempt
         if answer is not None and answer.reason == "response_retries":
             self._why_not[member_index] = answer.reason
-            raise RoundsUsedUp(f"member {member_index} of group {self.group_id} has been tried max_response_rounds times")
+            raise RoundsUsedUp(f"member {member_index} of group {self.group_id} may not be tried once more: max_response_rounds is reached")
         raise GroupClosed(f"group {self.group_id} has left meanwhile")
 
     def _ask(self, member_index: int) -> ev.LaunchMember | ev.AttemptRefused | None:
@@ -490,6 +511,30 @@ class LoopContext:
             attempt.cancel()
         return len(attempts)
 
+    def as_group(self, rollouts: Sequence[Rollout]) -> Group:
+        """These rollouts as the group that a filter would be shown."""
+        members = tuple(sorted(rollouts, key=lambda rollout: rollout.member_index))
+        is_masked = self._shell.scheduler.config.truncated == "mask"
+        return Group(
+            group_id=self.group_id,
+            task=self.task,
+            rollouts=members,
+            start_step=self.start_step,
+            round=self.round,
+            epoch=self.epoch,
+            counted=tuple([not (rollout.is_truncated and is_masked) for rollout in members]),
+        )
+
+    def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
+        """What the query filter of the domain says to these rollouts. A filter that remembers has then seen the group: return the verdict
+        in a `Judged`, so that it is not asked again. Raises `GroupClosed` when the filter is broken.
+        """
+        try:
+            return self._shell.scheduler.filters[self.domain].query.judge(self.as_group(rollouts))
+        except Exception as error:
+            self._shell.broken(FilterError(f"the query filter of domain {self.domain!r} failed: {error}"))
+            raise GroupClosed(f"group {self.group_id} has left: its filter is broken") from error
+
     def give_up(self, reason: str, detail: str = "") -> None:
         """Say why `run` is about to return None. reason: one short, countable word. detail: for a person; the first one is told."""
         self._given_up = reason, detail
@@ -578,10 +623,11 @@ def describe_briefly(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_loop(path: str, config: Any = None) -> RolloutLoop:
+def load_loop(path: str, config: Any = None, *, adapt: Callable[[object], RolloutLoop] | None = None) -> RolloutLoop:
     """Make the loop that `user_defined_rollout_loop_cls` names. Its class takes no argument, or one: the configuration.
 
-    Raises `LoopError` that says what is wrong with it.
+    adapt: gets an object of a class with `process_new_prompt`, as loops of ROLL have, and answers with one that has `run`; None: such a
+    class is refused. Raises `LoopError` that says what is wrong with it.
     """
     where = "user_defined_rollout_loop_cls"
     module_name, _, name = path.rpartition(".")
@@ -593,8 +639,17 @@ def load_loop(path: str, config: Any = None) -> RolloutLoop:
         raise LoopError(f"{where}: {path!r} cannot be imported ({describe(error)}) - is its folder on PYTHONPATH?") from error
     if not inspect.isclass(made):
         raise LoopError(f"{where}: expected a class, but {path} is a {type(made).__name__} - name the class")
-    run = getattr(made, "run", None)
-    if not inspect.iscoroutinefunction(run):
+    run, process = getattr(made, "run", None), getattr(made, "process_new_prompt", None)
+    if run is not None and process is not None:
+        raise LoopError(
+            f"{where}: {path} has both run (returns rollouts) and process_new_prompt (as in ROLL), and only one of them can make a group "
+            "- take one out"
+        )
+    if process is not None and adapt is None:
+        raise LoopError(
+            f"{where}: {path} has process_new_prompt, as loops of ROLL have, which nobody here speaks - write run(self, context)"
+        )
+    if process is None and not inspect.iscoroutinefunction(run):
         raise LoopError(f"{where}: {path} needs `async def run(self, context)`, got {'none' if run is None else 'a run that is not async'}")
     make = cast(Callable[..., RolloutLoop], made)
     try:
@@ -603,6 +658,12 @@ def load_loop(path: str, config: Any = None) -> RolloutLoop:
         raise LoopError(
             f"{where}: {path} cannot be made ({describe(error)}) - its class takes no argument, or the configuration alone"
         ) from error
+    if process is not None:
+        assert adapt is not None
+        try:
+            return adapt(loop)
+        except (LoopError, ImportError) as error:
+            raise LoopError(f"{where}: {path}: {error}") from error
     if not _takes_one(loop.run):
         raise LoopError(f"{where}: {path} needs `async def run(self, context)`, got run{inspect.signature(loop.run)} - take the context")
     return loop

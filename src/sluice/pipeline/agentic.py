@@ -13,6 +13,7 @@ from sluice.execution.trajectories import TrajectoryPlayer
 from sluice.execution.trajectory_validation import validate_trajectories
 from sluice.filters import DomainFilters, RatioGuard, build_group_filter, build_guard
 from sluice.filters.base import QueryFilter
+from sluice.filters.context import Mode
 from sluice.generation import Engine, SlotEngine
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.pipeline.job import Job
@@ -65,16 +66,14 @@ class AgenticJob(Job):
         check_environment(config.environment)
         if config.val_environment is not None:
             check_environment(config.val_environment, where="val_environment")
-        manager, held_out = config.train_env_manager, config.val_env_manager
-        group_filter = build_group_filter(
-            manager, mode="train", where="train_env_manager", min_members=config.resampling.min_members, config=config
-        )
-        val_group_filter = None
-        if held_out is not None and (held_out.group_filter_cls is not None or held_out.group_filter_config is not None):
-            val_group_filter = build_group_filter(held_out, mode="val", where="val_env_manager", min_members=None, config=config)
-        guard = build_guard(config.guard)
         phase("loading the model")
         tokenizer = load_tokenizer(config.model.path)
+        held_out = config.val_env_manager
+        group_filter = agentic_group_filter(config, "train", tokenizer.pad_token_id)
+        val_group_filter = None
+        if held_out is not None and (held_out.group_filter_cls is not None or held_out.group_filter_config is not None):
+            val_group_filter = agentic_group_filter(config, "val", tokenizer.pad_token_id)
+        guard = build_guard(config.guard)
         dialogue = build_dialogue_format(config.dialogue, tokenizer)
         engine = SlotEngine.load(
             config.model.path,
@@ -164,6 +163,26 @@ class AgenticJob(Job):
 
 async def _opened(host: EnvironmentHost) -> EnvironmentHost:
     return await host.__aenter__()
+
+
+def agentic_group_filter(config: AgenticConfig, mode: Mode, pad_token_id: int | None = None) -> QueryFilter:
+    """The filter on groups of training or of evaluation, of our kind or of ROLL's. Raises `ConfigError`."""
+
+    def speak_roll(theirs: object) -> object:
+        from sluice.roll.group_filter import adapt_group_filter  # torch and tensordict, for those who need it
+
+        return adapt_group_filter(theirs, sequence_length=config.sequence_length, pad_token_id=pad_token_id or 0)
+
+    manager = config.train_env_manager if mode == "train" else config.val_env_manager
+    assert manager is not None
+    return build_group_filter(
+        manager,
+        mode=mode,
+        where=f"{mode}_env_manager",
+        min_members=config.resampling.min_members if mode == "train" else None,
+        config=config,
+        adapt=speak_roll,
+    )
 
 
 def agentic_scheduler_config(config: AgenticConfig) -> SchedulerConfig:

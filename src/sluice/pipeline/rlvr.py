@@ -57,13 +57,10 @@ class RlvrJob(Job):
         check_rewards(config.rewards)
         filters = build_domain_filters(config.rewards, config.num_return_sequences_in_group, min_members=config.resampling.min_members)
         guard = build_guard(config.guard)
-        user_loop = None
-        if config.user_defined_rollout_loop_cls is not None:
-            try:
-                user_loop = load_loop(config.user_defined_rollout_loop_cls, config)
-            except LoopError as error:
-                raise ConfigError(str(error)) from error
         phase("loading the model")
+        tokenizer = load_tokenizer(config.model.path)
+        path = config.user_defined_rollout_loop_cls
+        user_loop = None if path is None else _user_loop(path, config, tokenizer)
         engine = SlotEngine.load(
             config.model.path,
             max_slots=config.engine.max_slots,
@@ -74,7 +71,6 @@ class RlvrJob(Job):
         )
         try:
             phase("loading the tasks")
-            tokenizer = load_tokenizer(config.model.path)
             tasks = build_tasks(config, tokenizer)
         except BaseException:
             engine.close()
@@ -140,6 +136,28 @@ class RlvrJob(Job):
         """End the verifiers."""
         if self._scorer is not None:
             await self._scorer.close()
+
+
+def _user_loop(path: str, config: RlvrConfig, tokenizer: Any) -> RolloutLoop:
+    """The loop of the user's, of our kind or of ROLL's. Raises `ConfigError`."""
+    adapted = []
+
+    def speak_roll(theirs: object) -> RolloutLoop:
+        from sluice.roll.loop import adapt_loop  # torch and tensordict, for those who need it
+
+        adapted.append(adapt_loop(theirs, config, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
+        return adapted[0]
+
+    try:
+        loop = load_loop(path, config, adapt=speak_roll)
+    except LoopError as error:
+        raise ConfigError(str(error)) from error
+    if config.is_num_return_sequences_expand and not adapted:
+        raise ConfigError(
+            f"is_num_return_sequences_expand has no effect because {path} has run(context), which makes no requests - delete it, or write "
+            "process_new_prompt(context)"
+        )
+    return loop
 
 
 def scheduler_config(config: RlvrConfig) -> SchedulerConfig:

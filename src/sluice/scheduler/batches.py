@@ -227,7 +227,7 @@ class Batches(LoopGroups):
             self._arm(out)
         if self.config.has_user_loop:
             group.has_loop = True
-            out.append(ev.RunLoop(group_id=group_id, task=task, epoch=event.epoch, start_step=self.step))
+            out.append(ev.RunLoop(group_id=group_id, task=task, epoch=event.epoch, start_step=self.step, round=group.round))
             return
         for member_index in range(len(group.slots)):
             self._launch(group, member_index, now, out)

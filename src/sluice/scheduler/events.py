@@ -192,6 +192,7 @@ class RunLoop:
     task: Task
     epoch: int
     start_step: int
+    round: int = 1  # 1 for the groups first asked for, n + 1 for the replacement of a group of round n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
@@ -54,7 +54,7 @@ _LOST: Final = Failure(cause="infrastructure", reason="member_failed", detail="i
 class _Episode:
     """One group instance of an environment group, from its launch until it leaves."""
 
-    __slots__ = ("came", "env_group", "episode_id", "free", "group_id", "members", "players", "start_step", "taken")
+    __slots__ = ("came", "delivered", "env_group", "episode_id", "free", "group_id", "members", "players", "start_step", "taken")
 
     def __init__(self, *, group_id: int, env_group: int, episode_id: int, start_step: int) -> None:
         self.group_id = group_id  # the machine's
@@ -66,6 +66,7 @@ class _Episode:
         self.players: set[int] = set()  # environments that were given a member and have not asked again
         self.came = 0  # puts that are not known to be of one of these: a put does not say whose it is
         self.members: dict[int, Member] = {}  # attempt_id -> what was put, where it is no Rollout
+        self.delivered: frozenset[int] = frozenset()  # attempt_ids of those in the batch that it is part of
 
     @property
     def is_wanted(self) -> bool:
@@ -100,6 +101,7 @@ class GroupQueue:
         on_work: Callable[[], None] | None = None,
         on_batch: Callable[[], None] | None = None,
         on_left: Callable[[ev.GroupRecord], None] | None = None,
+        release: Callable[[Member], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -113,6 +115,8 @@ class GroupQueue:
         on_work: called when members can be played that could not before, at the end of the call that made them.
         on_batch: called when `get_batch` has an answer: a batch, or an error.
         on_left: called with the record of every group that leaves. on_warning: with what a person should know.
+        release: called once with every member, other than a Rollout, that was taken and that no batch will have: it came too late, or its
+            group left untrained, whatever the reason. For members that hold data elsewhere. A put that raises `QueueError` took nothing.
         clock: seconds, for the records; None: time stands still.
         """
         groups = _check(num_env_groups, group_size, rollout_batch_size, max_traj_per_env)
@@ -144,6 +148,7 @@ class GroupQueue:
             raise ConfigError(str(error)) from error
         self._reward_of = reward_of
         self._on_work, self._on_batch, self._on_left, self._on_warning = on_work, on_batch, on_left, on_warning
+        self._release = release
         self._clock = clock
         self._next_episode = [0] * num_env_groups
         self._turn = 0  # the environment group that opens the next new episode
@@ -202,6 +207,7 @@ class GroupQueue:
         rewarded = None if member is None else self._read_reward(member)
         if episode is None or not episode.is_wanted or self._error is not None:
             self._late += 1
+            self._let_go([member])
             return False
         if episode.taken:
             launch = episode.taken.popleft()
@@ -271,8 +277,14 @@ class GroupQueue:
         """The run ends: no episode is wanted any more, every group leaves and is recorded. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._tell(ev.Shutdown())
-            self._ready = None
+            try:
+                self._tell(ev.Shutdown())
+            finally:  # also of a machine that is broken
+                untaken = [member for group in self._ready or () for member in group]
+                self._ready = None
+                self._let_go([*untaken, *(member for episode in self._launched.values() for member in episode.members.values())])
+                for episode in self._launched.values():
+                    episode.members.clear()
 
     def metrics(self) -> dict[str, float]:
         """Counts and rates since the start, and those of the filling of the last batch (`scheduler/group_filter_count`, ...)."""
@@ -435,8 +447,8 @@ class GroupQueue:
             failure=failure,
         )
 
-    def _members_of(self, group: Group) -> list[Member]:
-        """A group as it was put."""
+    def members_of(self, group: Group) -> list[Member]:
+        """The members of a group that is being judged, as they were put: for a filter that looks at them."""
         members = self._launched[group.group_id].members
         return [members.get(rollout.attempt_id, rollout) for rollout in group.rollouts]
 
@@ -467,7 +479,7 @@ class GroupQueue:
         custom: Custom[Any] = Custom(
             context=context,
             path=where if name == "<lambda>" else name,
-            function=(lambda group: on_members(self._members_of(group))) if judge is None else judge,
+            function=(lambda group: on_members(self.members_of(group))) if judge is None else judge,
             category=GROUP_CATEGORY,
             memory=cast("Any", given) if has_memory else None,
             sees_all=True,
@@ -546,13 +558,23 @@ class GroupQueue:
             del self._open[episode.env_group][episode.episode_id]
             if record.outcome != "trained":
                 self._owed.append(episode.env_group)
+            self._let_go([member for attempt_id, member in episode.members.items() if attempt_id not in episode.delivered])
         if self._on_left is not None:
             self._on_left(record)
 
     def _deliver(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        self._ready = [self._members_of(group) for group in batch.groups]
+        self._ready = [self.members_of(group) for group in batch.groups]
+        for group in batch.groups:
+            self._launched[group.group_id].delivered = frozenset(rollout.attempt_id for rollout in group.rollouts)
         self._batch_metrics = dict(metrics)
         self._has_batch = True
+
+    def _let_go(self, members: Iterable[Member | None]) -> None:
+        """No batch will have these."""
+        if self._release is not None:
+            for member in members:
+                if member is not None and not isinstance(member, Rollout):
+                    self._release(member)
 
     def _tell_others(self) -> None:
         """The end of a call: whoever waits may ask again. Last of all, so that they may do it from within."""

@@ -27,6 +27,9 @@ class LoopGroups(Members):
             return
         if not group.has_loop:
             raise SchedulerBug(f"LoopAttempt for a group that no loop owns\n{group.tell()}")
+        if index == len(group.slots) and not self._add_place(group):
+            out.append(ev.AttemptRefused(group_id=event.group_id, member_index=index, reason="response_retries"))
+            return
         if not 0 <= index < len(group.slots):
             raise LoopError(f"expected a member_index from 0 to {len(group.slots) - 1}, got {index}\n{group.tell()}")
         if group.slots[index] >= 0:
@@ -38,6 +41,18 @@ class LoopGroups(Members):
         if earlier is not None:  # the loop does not want what it got
             self._take_out(group, index, "loop_rejected", now)
         self._launch(group, index, now, out)
+
+    def _add_place(self, group: OpenGroup) -> bool:
+        """A loop wants more responses to choose from than there are members: one more place, up to max_response_rounds whole groups."""
+        config = self.config
+        if len(group.slots) >= config.group_size * config.max_response_rounds + config.redundancy:
+            return False
+        group.delivered.append(None)
+        group.counted.append(False)
+        group.tries.append(0)
+        group.rejections.append(0)
+        group.slots.append(-1)
+        return True
 
     def _take_out(self, group: OpenGroup, index: int, reason: str, now: float) -> None:
         """A delivered member leaves its group."""
@@ -88,6 +103,7 @@ class LoopGroups(Members):
             evidence = {"returned": float(count), "expected": float(size)}
             self._drop(group, Verdict.dropped("response_count", "invalid", "loop", evidence), now, out, is_failure=True)
             return
+        group.missing = 0  # what was not returned is not waited for
         if event.judged is None:
             self._judge(group, now, out)
             return

@@ -213,6 +213,9 @@ def _load_group(machine: Core, entry: Mapping[str, Any], tasks: Mapping[str, Tas
     task = tasks.get(entry["task_id"])
     if task is None:
         raise RecordError(f"task {entry['task_id']!r} of a saved group is not in the data - resume with the data of the saved run")
+    places = machine.config.redundancy
+    if machine.config.has_user_loop:  # which may have begun further members
+        places = max(places, *[int(saved["member_index"]) + 1 - machine.config.group_size for saved in entry["rollouts"]])
     group = OpenGroup(
         group_id=int(entry["group_id"]),
         task=task,
@@ -220,7 +223,7 @@ def _load_group(machine: Core, entry: Mapping[str, Any], tasks: Mapping[str, Tas
         slot=Slot(*entry["slot"]),
         start_step=int(entry["start_step"]),
         size=machine.config.group_size,
-        redundancy=machine.config.redundancy,
+        redundancy=places,
         seed=machine.config.seed,
         now=0.0,
     )

@@ -49,6 +49,9 @@ def without_effect(config: RlvrConfig) -> Iterator[Finding]:
     yield from run.idle_filling_keys(config)
     yield from run.idle_async_keys(config, _ages(config), one_version=ONE_VERSION)
     yield from _idle_mix_keys(config)
+    if config.user_defined_rollout_loop_cls is None:
+        nothing = Reason(("user_defined_rollout_loop_cls",), "not given", "name a loop with process_new_prompt")
+        yield idle(("is_num_return_sequences_expand",), nothing)
     yield from _idle_guard(config)
     yield from run.idle_guard_keys(config)
     yield from run.idle_trainer_keys(config)
