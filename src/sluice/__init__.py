@@ -2,7 +2,7 @@
 
 It sits between rollout generation and a GRPO-style trainer: groups are sampled, scored and filtered, replacements are sampled until the
 batch is full, and every token that was paid for is accounted for. `import sluice` is light: rooms and names load when they are first used,
-and torch only with the rooms that act (`sluice.generation`, `sluice.trainer`, `sluice.pipeline`).
+and torch only with the rooms that compute with it (`sluice.correction`, `sluice.generation`, `sluice.trainer`, `sluice.pipeline`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sluice.config import RlvrConfig as RlvrConfig
     from sluice.config import load_config as load_config
+    from sluice.correction import apply_train_infer_correction as apply_train_infer_correction
+    from sluice.correction import compute_train_infer_correction as compute_train_infer_correction
     from sluice.errors import ConfigError as ConfigError
+    from sluice.errors import CorrectionError as CorrectionError
     from sluice.errors import FilterError as FilterError
     from sluice.errors import GateError as GateError
     from sluice.errors import GenerationError as GenerationError
@@ -43,6 +46,7 @@ _ROOMS = frozenset(
     {
         "advantage",
         "config",
+        "correction",
         "environments",
         "errors",
         "execution",
@@ -69,6 +73,7 @@ _HOME_OF = {
         (
             "SluiceError",
             "ConfigError",
+            "CorrectionError",
             "TaskError",
             "GenerationError",
             "RequestRefused",
@@ -83,6 +88,7 @@ _HOME_OF = {
         "sluice.errors",
     ),
     **dict.fromkeys(("RlvrConfig", "load_config"), "sluice.config"),
+    **dict.fromkeys(("compute_train_infer_correction", "apply_train_infer_correction"), "sluice.correction"),
     **dict.fromkeys(("RolloutLoop", "LoopContext", "Judged"), "sluice.execution"),
 }
 

@@ -1,0 +1,34 @@
+"""What is done about tokens to which the trainer and the sampler give different probabilities: they leave the loss, or are weighted.
+
+It drops no rollout and samples nothing anew; the one room among those that decide which computes with torch. The ratio is
+p_train / p_inference everywhere.
+
+- `levels.py`: the divergence of tokens, runs of the mask and rows
+- `settings.py`: settings that hold, and the bands that they stand for (the models are in `sluice.config.correction`)
+- `compute.py`: weights, mask and sums, stretch by stretch
+- `metrics.py`: those sums under the names that ROLL has
+- `apply.py`: a whole batch, by the names that ROLL has
+- `saved.py`: a batch in a file, and what a report on it needs
+
+To add a preset, write a function in `sluice.config.correction` that answers with a weight and filters, and name it in `PresetName` and
+`PRESETS` there. A new level is an entry of `Level`, its values in `Divergence`, and its way back to tokens in `compute.py`.
+"""
+
+from __future__ import annotations
+
+from sluice.config.correction import PRESETS, CorrectionFilterConfig, IsWeightConfig, TrainInferCorrectionConfig
+from sluice.correction.apply import apply_train_infer_correction
+from sluice.correction.compute import compute_train_infer_correction
+from sluice.correction.metrics import CorrectionMetrics
+from sluice.correction.settings import read_settings
+
+__all__ = [
+    "PRESETS",
+    "CorrectionFilterConfig",
+    "CorrectionMetrics",
+    "IsWeightConfig",
+    "TrainInferCorrectionConfig",
+    "apply_train_infer_correction",
+    "compute_train_infer_correction",
+    "read_settings",
+]
