@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -473,3 +476,39 @@ def test_a_trainer_that_generates_elsewhere_is_told_so(model_folder: Path, tmp_p
 
     with pytest.raises(TrainerError, match="dynamic sampling cannot be put into"):
         make(model_folder, tmp_path, Mine).train()
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.timeout(600)  # each process imports torch and TRL anew
+def test_two_processes_decide_alike_and_share_a_batch_of_whole_groups(model_folder: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = root / "tests" / "integrations" / "two_processes.py"
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
+    ran = subprocess.run(  # noqa: PLW1510 - looked at below, with what it wrote
+        [*command, str(script), str(model_folder), str(tmp_path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["processes"] == 2
+    assert first["ledger"] == second["ledger"]
+    assert first["weights"] == second["weights"]
+    assert len(first["prompts"]) == 3
+    for step in range(3):
+        members = first["prompts"][step] + second["prompts"][step]  # a group lies across both
+        assert members == members[:1] * 4
+        assert members[0][0] not in SAME_FOR_HALF
+        advantages = first["advantages"][step] + second["advantages"][step]
+        assert 0.0 not in advantages
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+        assert min(first["lengths"][step] + second["lengths"][step]) >= 2
+    tokens = first["log"][-1]
+    assert tokens["ledger/tokens/total"] + tokens["ledger/padding_tokens"] > 0
+    assert first["scored"] == second["scored"]

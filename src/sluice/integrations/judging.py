@@ -67,7 +67,8 @@ def response_filter(given: FilterLike | None, *, where: str) -> ResponseFilter |
 def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: int = 0, key: str = "") -> Group:
     """A whole group of the members that a framework has. key: its name there, for messages; it becomes the task's id.
 
-    A member without a finite reward does not count. Raises `FilterError` for a group without members.
+    A member without a finite reward leaves the group incomplete, where the filter does not let survivors be enough. Raises `FilterError`
+    for a group without members.
     """
     if not members:
         raise FilterError(f"group {key!r}: expected at least one member, got none - a group has at least one")
@@ -81,7 +82,7 @@ def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: i
         start_step=0,
         round=1,
         epoch=0,
-        counted=tuple([rollout.reward is not None for rollout in rollouts]),
+        counted=(True,) * len(rollouts),
     )
 
 
@@ -108,6 +109,13 @@ def rollout_of(member: Member, *, task: Task, group_id: int, index: int, attempt
         metrics=member.metrics,
         failure=None if reward is not None else Failure(cause="infrastructure", reason=MISSING, detail=member.detail),
     )
+
+
+def named_metric(given: Filter[Any]) -> str | None:
+    """The first metric that a filter, or a part of it, reads by name; None: it reads the reward."""
+    if given.context.metric is not None:
+        return given.context.metric
+    return next((name for part in given.parts if (name := named_metric(part)) is not None), None)
 
 
 def reason_of(category: Category | None, reason: str) -> str:
