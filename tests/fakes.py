@@ -168,6 +168,8 @@ class MachinePlayer:
     pending: dict[int, ev.LaunchMember] = field(default_factory=dict)
     acks: list[int] = field(default_factory=list)  # cancels not acknowledged yet, with `hold_acks`
     hold_acks: bool = False
+    held: set[int] = field(default_factory=set)  # attempts that may not take their next turn
+    stops: list[int] = field(default_factory=list)  # attempts that were told to end at once
     draws: list[ev.DrawTask] = field(default_factory=list)  # not answered yet, with `hold_draws`
     hold_draws: bool = False  # a slow source: `answer_draw` answers the oldest
     records: list[GroupRecord] = field(default_factory=list)
@@ -225,7 +227,17 @@ class MachinePlayer:
                 case ev.LaunchMember():
                     self.pending[instruction.attempt_id] = instruction
                     self.launches.append(instruction)
+                case ev.StopMember():
+                    assert instruction.attempt_id in self.pending
+                    self.stops.append(instruction.attempt_id)
+                case ev.HoldMember():
+                    assert instruction.attempt_id in self.pending
+                    assert instruction.attempt_id not in self.held
+                    self.held.add(instruction.attempt_id)
+                case ev.ReleaseMember():
+                    self.held.remove(instruction.attempt_id)
                 case ev.CancelMember():
+                    self.held.discard(instruction.attempt_id)
                     if self.hold_acks:
                         self.acks.append(instruction.attempt_id)
                     else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sluice.ledger import OUTCOMES, Ledger
 
 SETTLED = ("rejected", "failed", "cancelled")
-LEFT = ("trained", "dropped", "expired", "surplus", "discarded")
+LEFT = ("trained", "dropped", "cut", "expired", "surplus", "discarded")
 
 
 RATES = {"scheduler/rejected/": "scheduler/rejected_rate/", "ledger/rejected_members/": "ledger/rejected_member_rate/"}
@@ -30,7 +30,8 @@ def ledgers(draw: st.DrawFn) -> Ledger:
         if outcome in LEFT:
             ledger.members_left(outcome, size, size * tokens)
             category, reason = draw(st.sampled_from((("invalid", "incomplete"), ("low_information", "no_spread"))))
-            ledger.group_left(outcome, category if outcome == "dropped" else None, reason)
+            ledger.group_left(outcome, category if outcome in ("dropped", "cut") else None, reason)
+            ledger.group_settled(size * tokens, draw(st.integers(0, 9)))
     for _ in range(draw(st.integers(0, 20))):
         ledger.attempts_launched += 1
         ledger.attempt_ended(draw(st.sampled_from(SETTLED)), draw(st.integers(0, 9)), draw(st.none() | st.just("reward_error")))
@@ -51,7 +52,7 @@ def test_the_shares_of_every_whole_sum_to_one(ledger: Ledger) -> None:
         shares = [value for name, value in metrics.items() if name.startswith(prefix)]
         assert math.isclose(sum(shares), 1.0) if whole else not shares
     dropped = sum(value for name, value in metrics.items() if name.startswith("scheduler/rejected_rate/"))
-    assert math.isclose(dropped, metrics.get("ledger/group_share/dropped", 0.0))
+    assert math.isclose(dropped, metrics.get("ledger/group_share/dropped", 0.0) + metrics.get("ledger/group_share/cut", 0.0))
 
 
 @given(ledgers())

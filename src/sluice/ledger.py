@@ -4,12 +4,16 @@ An attempt is `running` until it is settled; a finished member of a group that h
 
     trained     in a batch that an optimiser step consumed
     dropped     its whole group was dropped by a verdict
+    cut         its whole group was stopped by the gate, finished members and running ones alike
     rejected    the response filter, a missing reward or the truncation policy took it out of its group
     failed      it never delivered
     cancelled   it was stopped before it finished
     expired     its group became too old before a batch took it
     surplus     its group was accepted, but the batch was full
     discarded   it finished, but its group was abandoned (batch full, end of the run)
+
+Steps of environments are counted with the tokens of the same groups, those that have left, so that the two can be compared. Members that
+were stopped as futile are ordinary members, and counted besides.
 
 Tokens that an engine sampled for an attempt after it had been let go are `late`: tokens without an attempt. Tokens that a killed process
 sampled after its last checkpoint are `lost`: they were paid for, and nothing is left of them.
@@ -20,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-OUTCOMES: Final = ("trained", "dropped", "rejected", "failed", "cancelled", "expired", "surplus", "discarded")
-GROUP_OUTCOMES: Final = ("trained", "dropped", "cancelled", "expired", "surplus", "discarded")
+OUTCOMES: Final = ("trained", "dropped", "cut", "rejected", "failed", "cancelled", "expired", "surplus", "discarded")
+GROUP_OUTCOMES: Final = ("trained", "dropped", "cut", "cancelled", "expired", "surplus", "discarded")
 TOKEN_OUTCOMES: Final = (*OUTCOMES, "late", "lost", "open")
 
 
@@ -38,6 +42,10 @@ class Ledger:
         "groups_launched",
         "late_results",
         "open_attempts",
+        "settled_env_steps",
+        "settled_tokens",
+        "stopped_attempts",
+        "stopped_tokens",
         "useful_groups",
         "useful_tokens",
     )
@@ -46,12 +54,16 @@ class Ledger:
         self._attempts = dict.fromkeys(OUTCOMES, 0)
         self._tokens = dict.fromkeys(TOKEN_OUTCOMES, 0)
         self._groups = dict.fromkeys(GROUP_OUTCOMES, 0)
-        self._group_reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> dropped groups
+        self._group_reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> dropped and cut groups
         self._rejections: dict[str, int] = {}  # reason -> single members taken out of their group
         self.attempts_launched = 0
         self.groups_launched = 0
         self.open_attempts = 0  # finished, their group has not left
         self.late_results = 0  # results of attempts that had already ended
+        self.settled_env_steps = 0  # of groups that have left, all their attempts settled
+        self.settled_tokens = 0  # of the same groups
+        self.stopped_attempts = 0  # members that were stopped as futile
+        self.stopped_tokens = 0  # that these had sampled
         self.useful_groups = 0  # trained groups in which some rollout has a non-zero advantage
         self.useful_tokens = 0  # tokens of trained rollouts with non-zero advantage
 
@@ -95,6 +107,16 @@ class Ledger:
             key = (category, reason)
             self._group_reasons[key] = self._group_reasons.get(key, 0) + 1
 
+    def group_settled(self, tokens: int, env_steps: int) -> None:
+        """All attempts of a group that left are settled: what they sampled, and the steps that their environments took."""
+        self.settled_tokens += tokens
+        self.settled_env_steps += env_steps
+
+    def member_stopped(self, tokens: int) -> None:
+        """A member delivered because it was stopped as futile."""
+        self.stopped_attempts += 1
+        self.stopped_tokens += tokens
+
     def trained_usefully(self, groups: int, tokens: int) -> None:
         """The trainer reports what of its batch had a non-zero advantage."""
         self.useful_groups += groups
@@ -119,7 +141,7 @@ class Ledger:
 
     @property
     def rejected_groups(self) -> Mapping[tuple[str, str], int]:
-        """Dropped groups by (category, reason)."""
+        """Dropped and cut groups by (category, reason)."""
         return self._group_reasons
 
     @property
@@ -131,6 +153,11 @@ class Ledger:
     def total_tokens(self) -> int:
         """All sampled tokens accounted for so far."""
         return sum(self._tokens.values())
+
+    @property
+    def tokens_per_env_step(self) -> float | None:
+        """Tokens sampled for one step of an environment, over the groups that have left. None: no environment took a step."""
+        return self.settled_tokens / self.settled_env_steps if self.settled_env_steps else None
 
     @property
     def running_attempts(self) -> int:
@@ -160,6 +187,12 @@ class Ledger:
         for (category, reason), count in self._group_reasons.items():
             out[f"scheduler/rejected/{category}/{reason}"] = float(count)
             out[f"scheduler/rejected_rate/{category}/{reason}"] = count / left
+        if self.settled_env_steps:
+            out["ledger/env_steps"] = float(self.settled_env_steps)
+            out["ledger/tokens_per_env_step"] = self.settled_tokens / self.settled_env_steps
+        if self.stopped_attempts:
+            out["ledger/stopped_attempts"] = float(self.stopped_attempts)
+            out["ledger/stopped_tokens"] = float(self.stopped_tokens)
         if total:
             out["ledger/useful_token_yield"] = self.useful_tokens / total
         if self.useful_groups:
@@ -195,6 +228,10 @@ _COUNTS: Final = (
     "groups_launched",
     "late_results",
     "open_attempts",
+    "settled_env_steps",
+    "settled_tokens",
+    "stopped_attempts",
+    "stopped_tokens",
     "useful_groups",
     "useful_tokens",
 )

@@ -23,11 +23,12 @@ Rewards = npt.NDArray[np.float64]
 FinishReason = Literal["stop", "length", "cancelled"]
 """Why a generation ended: an end token or stop text, its token limit (then it is truncated), or a cancel."""
 
-RolloutFinish = Literal["stop", "length", "cancelled", "completed", "max_turns", "env_failed", "env_timeout", "timeout"]
+RolloutFinish = Literal["stop", "length", "cancelled", "completed", "max_turns", "stopped_futile", "env_failed", "env_timeout", "timeout"]
 """Why a rollout ended. A response ends as its generation does.
 
 A trajectory is `completed` by its environment, reaches a limit on turns (`max_turns`: an ordinary end with its reward), on tokens
-(`length`: truncated) or on seconds (`timeout`), or its environment failed or hung.
+(`length`: truncated) or on seconds (`timeout`), is stopped because it gets nowhere (`stopped_futile`: with the reward so far), or its
+environment failed or hung.
 """
 
 Flag = Literal["env_timeout", "env_failed", "drop_flag"]

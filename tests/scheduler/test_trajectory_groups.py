@@ -57,16 +57,16 @@ class Trajectories(MachinePlayer):
             filters = make_filters(query, response, group_size=config.group_size, domains=(DOMAIN,), min_members=config.min_members)
         return cls(Scheduler(config, filters, guard=guard), source or EpisodeTasks(DOMAIN, num_env_groups, seed=1))  # type: ignore[arg-type]
 
-    def act(self, attempt_id: int, reward: float = 0.0, action: str = "look") -> None:
-        """One turn: the policy acts, and its environment answers."""
+    def act(self, attempt_id: int, reward: float = 0.0, action: str = "look", *, observation: str | None = None, **more: Any) -> None:
+        """One turn: the policy acts, and its environment answers. more: further fields of the event."""
         turns = self.turns.setdefault(attempt_id, [])
-        observation = f"observation {len(turns)}"
+        observation = f"observation {len(turns)}" if observation is None else observation
         version = turns[0].policy_version if turns else self.scheduler.step
         turn = dataclasses.replace(make_turn(version=version), observation=observation, action=action, is_admissible=True, reward=reward)
         turns.append(turn)
         self.engine_tokens += len(turn.token_ids) if attempt_id not in self.pending else 0  # counted at its end otherwise
         self.steps_told += attempt_id in self.pending
-        self.tell(ev.MemberStepped(attempt_id=attempt_id, env_step=len(turns), action=action, observation=observation))
+        self.tell(ev.MemberStepped(attempt_id=attempt_id, env_step=len(turns), action=action, observation=observation, **more))
 
     def end(
         self,

@@ -187,6 +187,12 @@ class GateKeeper:
             del self._groups[group_key]
         return verdict
 
+    def holds(self, group_key: Hashable, member: Hashable) -> bool:
+        """Whether a member has K actions and its group is still to be decided on: with a barrier it waits."""
+        group = self._groups.get(group_key)
+        one = None if group is None or group.prefixes is None else group.members.get(member)
+        return one is not None and one.steps >= self.gate.k and not one.has_ended
+
     def group_ended(self, group_key: Hashable, rewards: Sequence[Any] | None = None) -> str | None:
         """A group left. `rewards`: those that count, when it ran to its end; None when it did not. Answers with a warning, or None.
 
@@ -374,7 +380,7 @@ class GateKeeper:
             raise ConfigError(f"gate.{error}") from None
         if self.hold_precision is None:
             return
-        if not self.audit_rate:
+        if not self.audit_rate and not self.shadow:
             raise ConfigError(
                 "gate.audit_rate: expected more than 0 beside hold_precision, got 0 - without audits nothing is known: set 0.1"
             )

@@ -42,6 +42,7 @@ class Batches(LoopGroups):
         self._close_quota()  # of a batch that could not be filled, or was being filled when a checkpoint was taken
         self.buffer.advance_step(self.step, event.groups)
         self._collect_garbage(now, out)
+        self._close_places()
         self._open_slots()
         self._go_on(now, out)
         self._arm(out)
@@ -50,8 +51,22 @@ class Batches(LoopGroups):
         """No batch is open: only what may be prepared ahead is needed."""
         self.buffer.close_batch(max(0, self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0)))
 
+    def _close_places(self) -> None:
+        """The batch is smaller by the places of it that the gate closed before it was asked for, as far as a batch can be."""
+        if not self._closed_ahead:
+            return
+        assert self._wanted is not None
+        end: float = self._window_end() if self.config.goes_by_ticket else math.inf
+        mine = sorted(ticket for ticket in self._closed_ahead if ticket < end)
+        for ticket in mine[self._wanted - 1 :]:
+            del self._closed_ahead[ticket]
+        count = min(len(mine), self._wanted - 1)
+        self._wanted -= count
+        self._tally.closed += count
+        self.buffer.close_batch(count)
+
     def _open_slots(self) -> None:
-        """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none."""
+        """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none and is not closed."""
         slots, wanted = self.slots, self._requested
         total = wanted + self.buffer.lookahead
         if self._batches_left is not None:
@@ -60,12 +75,15 @@ class Batches(LoopGroups):
         if self.config.goes_by_ticket:
             taken = {group.slot.ticket for group in self._groups.values() if group.outcome is None}
             taken.update(slot.ticket for slot in slots.waiting())
+            taken.update(self._closed_ahead)
             first = max(slots.base, slots.next_ticket) if self.config.fill == "shrink" else slots.base
             slots.owed.extend([slots.give(ticket) for ticket in range(first, end) if ticket not in taken])
         elif slots.mix is not None and self.config.mix_on == "kept":
             self._needs = slots.mix.counts(slots.base, slots.base + wanted)
             have = self._by_domain()
             have.update(str(slot.domain) for slot in slots.waiting())
+            have.update(self._closed_ahead.values())
+            self._needs -= Counter(self._closed_ahead.values())
             for ticket in range(slots.base, end):
                 domain = slots.mix.domain_of(ticket)
                 if have[domain] > 0:
@@ -73,12 +91,15 @@ class Batches(LoopGroups):
                 else:
                     slots.owed.append(slots.give(ticket))
         else:
-            missing = total - self.buffer.running - self.buffer.committed - slots.drawing - len(slots.owed)
+            missing = total - self.buffer.running - self.buffer.committed - slots.drawing - len(slots.owed) - len(self._closed_ahead)
             for _ in range(missing):
                 slots.owed.append(slots.give(slots.next_ticket))
         limit = self.config.max_groups_per_batch
         if limit is not None:
             self._budget = limit + max(0, len(slots.owed) - wanted)  # what is prepared for later batches does not count
+        if self._closed_ahead:
+            first_later = self._window_end() if self.config.goes_by_ticket else math.inf
+            self._closed_ahead = {ticket: domain for ticket, domain in self._closed_ahead.items() if ticket >= first_later}
 
     def _by_domain(self) -> Counter[str]:
         """Running and committed groups of each domain."""
@@ -220,6 +241,8 @@ class Batches(LoopGroups):
             now=now,
         )
         self._groups[group_id] = group
+        if self.gate is not None:
+            self.gate.launched(group)
         self._progress_at = now
         if self.config.group_timeout_s is not None:
             group.deadline = now + self.config.group_timeout_s
@@ -346,7 +369,7 @@ class Batches(LoopGroups):
         batch = Batch(groups=tuple(taken), requested=self._requested, step=self.step, is_last=is_last)
         self._note_domains(batch, out)
         self._tally = Tally()
-        out.append(ev.DeliverBatch(batch=batch, metrics=tally.metrics(batch, self.step)))
+        out.append(ev.DeliverBatch(batch=batch, metrics=tally.metrics(batch, self.step, has_gate=self.gate is not None)))
         if self._prepares:
             self._draw(out)
 
@@ -407,7 +430,7 @@ class Batches(LoopGroups):
             else:
                 self._deliver(now, out)
             return
-        policy = "shrink" if self.config.fill == "shrink" or tally.shrunk else self.config.on_exhausted
+        policy = "shrink" if self.config.fill == "shrink" or tally.shrunk or tally.is_emptied else self.config.on_exhausted
         if policy == "keep_low_information" and kept + len(self._spare):
             self._deliver(now, out, top_up=True)
             return
@@ -428,6 +451,7 @@ class Batches(LoopGroups):
         tally = self._tally
         tally.launched_before = tally.launched
         tally.ahead = 0
+        tally.closed, tally.is_emptied = 0, False
         tally.empty_tries += 1
         assert self._wanted is not None
         self.buffer.close_batch(self._wanted - self._requested)  # opens again what the guard has left out

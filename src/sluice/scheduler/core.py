@@ -21,6 +21,7 @@ from sluice.types import Failure, Group, Task, Verdict
 
 if TYPE_CHECKING:
     from sluice.filters import RatioGuard
+    from sluice.scheduler.gating import MachineGate
 from sluice.scheduler.settings import SchedulerConfig
 
 # Reasons for which a group is given up. Nothing judged it, so that no category is recorded for it.
@@ -35,12 +36,18 @@ class Core(ABC):
     """What the machine knows, and what can be asked of it."""
 
     def __init__(
-        self, config: SchedulerConfig, filters: Mapping[str, DomainFilters], ledger: Ledger | None = None, guard: RatioGuard | None = None
+        self,
+        config: SchedulerConfig,
+        filters: Mapping[str, DomainFilters],
+        ledger: Ledger | None = None,
+        guard: RatioGuard | None = None,
+        gate: MachineGate | None = None,
     ) -> None:
-        """guard: bounds the share of judged groups that filters may drop; None: no bound."""
+        """guard: bounds the share of judged groups that filters may drop; None: no bound. gate: decides on running groups; None: nobody."""
         self.config = config
         self.filters = filters
         self.guard = guard
+        self.gate = gate
         # By domain, where a single member can decide about its group, and nothing unforeseeable has a say in the verdict.
         self._disqualifying = {
             domain: pair.query for domain, pair in filters.items() if pair.query.can_disqualify and not pair.query.is_opaque
@@ -68,6 +75,7 @@ class Core(ABC):
         self._needs: Counter[str] = Counter()  # groups of each domain that the batch shall have, where kept groups are mixed
         self._budget: int | None = None  # groups that may still be launched for this batch; None: no such bound
         self._tally = Tally()
+        self._closed_ahead: dict[int, str] = {}  # ticket -> domain of places of later batches that nobody fills again
         self._delivered: list[OpenGroup] = []  # of the batch that is being trained
         self._spare: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # dropped for low information, kept in reserve for the batch
         self._held: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # the guard does not let them go yet
@@ -132,6 +140,8 @@ class Core(ABC):
         out = self.ledger.metrics()
         if self.guard is not None:
             out |= self.guard.metrics()
+        if self.gate is not None:
+            out |= self.gate.metrics(self.ledger.tokens_per_env_step)
         out["scheduler/expired_groups"] = float(self.buffer.expired)
         out["scheduler/requeued_prompts"] = float(self.prompts.requeued)
         out["scheduler/quarantined_prompts"] = float(len(self.prompts.quarantined))

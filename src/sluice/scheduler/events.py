@@ -42,6 +42,13 @@ class MemberStepped(NamedTuple):
     env_step: int  # 1 for the first
     action: str
     observation: str  # what the policy saw before it
+    reply: str = ""  # what the environment answered
+    reward: float = 0.0  # of the trajectory so far
+    is_admissible: bool | None = None  # whether the action was among the commands that would do something; None: nobody says
+    progress: float | None = None  # as the environment says, and
+    progress_before: float | None = None  # before the action; None: it does not say
+    task_type: str | None = None  # kind of problem; None: it does not say
+    is_last: bool = False  # the trajectory ends with it: how is told next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,30 @@ class CancelMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopMember:
+    """End a trajectory at once, as `stopped_futile` with the reward so far: its `MemberFinished` is the answer.
+
+    One that has ended meanwhile is left alone.
+    """
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldMember:
+    """Do not give a trajectory its next turn before `ReleaseMember`, or its cancel."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseMember:
+    """A trajectory that was held goes on."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnTask:
     """A drawn task was never judged (its group was cancelled or not needed): draw it again before new ones."""
 
@@ -262,6 +293,9 @@ Instruction = (
     DrawTask
     | LaunchMember
     | CancelMember
+    | StopMember
+    | HoldMember
+    | ReleaseMember
     | ReturnTask
     | RunLoop
     | CancelLoop
@@ -286,9 +320,9 @@ class GroupRecord:
     round: int
     start_step: int  # global_step at launch
     end_step: int  # global_step at exit
-    outcome: str  # "trained", "dropped", "expired", "surplus", "cancelled", "discarded"
+    outcome: str  # "trained", "dropped", "cut", "expired", "surplus", "cancelled", "discarded"
     reason: str  # "kept", or the verdict's reason, or why it was cancelled
-    category: Category | None  # None unless dropped
+    category: Category | None  # None unless dropped or cut
     source: str  # the filter or the part of the machine that decided
     attempts: int  # attempts launched for it, replacements included
     sampled_tokens: int  # by all its attempts
@@ -296,5 +330,5 @@ class GroupRecord:
     policy_version: int  # oldest among its rollouts; -1: none delivered
     rewards: tuple[float | None, ...]  # raw task reward per member; None: no reward
     env_steps: int = 0  # taken by the environments of all its attempts
-    task_type: str | None = None  # kind of problem, as the environment of its first delivered member says
-    evidence: Mapping[str, float] = field(default_factory=lambda: EMPTY)
+    task_type: str | None = None  # kind of problem, as the environment of the first member that stepped or delivered says
+    evidence: Mapping[str, float] = field(default_factory=lambda: EMPTY)  # decided on; `gate/...`: what the gate saw and kept

@@ -47,10 +47,12 @@ class OpenGroup:
         "env_steps",
         "epoch",
         "evidence",
+        "gate_evidence",
         "group_id",
         "guard_ticket",
         "had_fault",
         "has_loop",
+        "held",
         "lost",
         "missing",
         "open_tokens",
@@ -68,6 +70,7 @@ class OpenGroup:
         "started_at",
         "story",
         "task",
+        "task_type",
         "tokens",
         "tries",
     )
@@ -99,6 +102,9 @@ class OpenGroup:
         self.restored_s: float | None = None  # seconds of its life in an earlier process, where it was committed
         self.has_loop = False  # a user-defined loop owns it and is under way
         self.had_fault = False  # some member was lost to broken machinery
+        self.task_type: str | None = None  # kind of problem, as a member that stepped says; known only where there is a gate
+        self.gate_evidence: dict[str, float] = {}  # what the gate saw, where it looked and did not cut
+        self.held: list[int] = []  # attempts that wait for the gate's decision
         self.slots = [-1] * places  # id of the attempt under way for each member; -1: none
         self.attempts = 0
         self.tokens = 0  # sampled by settled attempts and delivered members
@@ -138,8 +144,8 @@ class OpenGroup:
             policy_version=min(versions, default=-1),
             rewards=self.rewards,
             env_steps=self.env_steps,
-            task_type=next((rollout.task_type for rollout in self.delivered if rollout is not None), None),
-            evidence=self.evidence,
+            task_type=self.task_type or next((rollout.task_type for rollout in self.delivered if rollout is not None), None),
+            evidence=self.evidence | self.gate_evidence if self.gate_evidence else self.evidence,
         )
 
     def tell(self) -> str:

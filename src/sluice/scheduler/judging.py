@@ -33,6 +33,9 @@ class Judging(Core):
         if len({rollout.env_id for rollout in rollouts} - {None}) > 1:  # None: it does not say, or failed before it could
             self._decide(open_group, group, self._different_problems(open_group, group, out), now, out)
             return
+        if self.gate is not None:
+            earned = [rollout.reward for rollout, is_counted in zip(rollouts, counted, strict=True) if is_counted]
+            self._tell_gate(open_group, [reward for reward in earned if reward is not None], out)
         try:
             verdict = self.filters[open_group.task.domain].query.judge(group)
         except Exception as error:
@@ -51,6 +54,13 @@ class Judging(Core):
             )
             out.append(ev.Warn(key="/".join(key), message=f"{message}\n{open_group.tell()}"))
         return Verdict.dropped("different_problems", "invalid", "scheduler", {"problems": float(len(problems))})
+
+    def _tell_gate(self, group: OpenGroup, rewards: list[float] | None, out: list[ev.Instruction]) -> None:
+        """A group ran to its end, with these rewards, or (None) left otherwise: what the gate learns of it."""
+        assert self.gate is not None
+        warning = self.gate.left(group, rewards)
+        if warning is not None:
+            out.append(ev.Warn(key=f"gate/{group.group_id}", message=warning))
 
     def _decide(self, open_group: OpenGroup, group: Group, verdict: Verdict, now: float, out: list[ev.Instruction]) -> None:
         """A whole group has its verdict; the guard may have another word."""
@@ -271,10 +281,12 @@ class Judging(Core):
         group.end_step = self.step
         if verdict is not None:
             group.reason, group.source = verdict.reason, verdict.source
-            group.category = verdict.category if outcome == "dropped" else None
+            group.category = verdict.category if outcome in ("dropped", "cut") else None
             group.evidence = dict(verdict.evidence)
         if not group.closed:
             self._close(group, out)
+        if self.gate is not None:
+            self._tell_gate(group, None, out)
         open_members = len(group.delivered) - group.delivered.count(None)
         if open_members:
             self.ledger.members_left("discarded" if outcome == "cancelled" else outcome, open_members, group.open_tokens)
@@ -305,6 +317,7 @@ class Judging(Core):
         if group.running or group.outcome is None:
             return
         del self._groups[group.group_id]
+        self.ledger.group_settled(group.tokens, group.env_steps)
         delivered = zip(group.delivered, group.counted, strict=True)
         members = tuple([(one, counted and one.reward is not None) for one, counted in delivered if one is not None])
         out.append(ev.RecordGroup(record=group.record(now), members=members, is_whole=not group.missing))

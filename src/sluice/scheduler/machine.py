@@ -24,6 +24,7 @@ from sluice.types import Verdict
 
 if TYPE_CHECKING:
     from sluice.filters import RatioGuard
+    from sluice.scheduler.gating import MachineGate
 from sluice.scheduler.batches import Batches
 from sluice.scheduler.core import HELD_BY_GUARD, SHUTDOWN
 from sluice.scheduler.settings import SchedulerConfig
@@ -33,10 +34,20 @@ class Scheduler(Batches):
     """Fills batches with whole, judged groups. `handle(event, now)` returns what to do next; time is passed in, in seconds."""
 
     def __init__(
-        self, config: SchedulerConfig, filters: Mapping[str, DomainFilters], ledger: Ledger | None = None, guard: RatioGuard | None = None
+        self,
+        config: SchedulerConfig,
+        filters: Mapping[str, DomainFilters],
+        ledger: Ledger | None = None,
+        guard: RatioGuard | None = None,
+        gate: MachineGate | None = None,
     ) -> None:
-        """guard: bounds the share of judged groups that filters may drop; None: no bound."""
-        super().__init__(config, filters, ledger, guard)
+        """guard: bounds the share of judged groups that filters may drop; None: no bound. gate: decides on running groups; None: nobody.
+
+        Raises `ValueError` for a gate where user-defined loops own the groups: their members take no steps that anybody tells.
+        """
+        if gate is not None and config.has_user_loop:
+            raise ValueError("a gate needs members that tell their steps, and those of a user-defined loop do not - leave one of them out")
+        super().__init__(config, filters, ledger, guard, gate)
         self._handlers: dict[type, Callable[[Any, float, list[ev.Instruction]], None]] = {
             ev.BatchWanted: self._batch_wanted,
             ev.TaskDrawn: self._task_drawn,
@@ -105,6 +116,8 @@ class Scheduler(Batches):
         self._let_go(group, index, out)
         group.tries[index] -= 1
         self._launch(group, index, now, out)
+        if self.gate is not None:
+            self.gate.lost(group, index, is_replaced=True)
 
     def _clock_tick(self, event: ev.ClockTick, now: float, out: list[ev.Instruction]) -> None:
         self._wake_at = math.inf

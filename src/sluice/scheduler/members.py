@@ -13,10 +13,10 @@ from sluice.types import Failure, Rollout, Verdict
 
 if TYPE_CHECKING:
     pass
-from sluice.scheduler.judging import Judging
+from sluice.scheduler.cutting import Cutting
 
 
-class Members(Judging):
+class Members(Cutting):
     """From an attempt to a member of a group, or to another attempt."""
 
     def _launch(self, group: OpenGroup, member_index: int, now: float, out: list[ev.Instruction]) -> None:
@@ -59,6 +59,8 @@ class Members(Judging):
             self.ledger.late_results += 1
             return
         group.env_steps += 1
+        if self.gate is not None and event.attempt_id not in self._detached:
+            self._ask_gate(group, event, now, out)
 
     def _member_finished(self, event: ev.MemberFinished, now: float, out: list[ev.Instruction]) -> None:
         rollout = event.rollout
@@ -101,6 +103,10 @@ class Members(Judging):
             group.open_tokens += tokens
             group.story.append((now, "delivered", index))
             self.ledger.member_opened(tokens)
+            if self.gate is not None:
+                self.gate.delivered(group, index, rollout, is_counted=group.counted[index])
+                if rollout.finish_reason == "stopped_futile":
+                    self.ledger.member_stopped(tokens)
             if group.has_loop:
                 out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=_MEMBER_KEPT))
             if self._disqualifying and group.missing and group.disqualified is None and not group.has_loop:
@@ -110,6 +116,8 @@ class Members(Judging):
                 return
             if not group.missing and not group.has_loop:
                 self._judge(group, now, out)
+            elif self.gate is not None:
+                self._ask_gate_again(group, now, out)
             return
         self.ledger.attempt_ended("rejected", tokens, verdict.reason)
         group.rejections[index] += 1
@@ -120,6 +128,8 @@ class Members(Judging):
         self._tally.member_rejected(verdict.reason)
         if group.disqualified is None or not self._drops_early(group, now, out):
             self._replace(group, index, now, out)
+            if self.gate is not None:
+                self._ask_gate_again(group, now, out)
 
     def _judge_member(self, group: OpenGroup, rollout: Rollout) -> Verdict | None:
         """A drop, or None when the member stays."""
@@ -166,6 +176,8 @@ class Members(Judging):
         member = self._fail_member(event.attempt_id, event.failure, event.sampled_tokens, now, out, is_final=event.is_final)
         if member is not None:
             self._replace(*member, now, out)
+            if self.gate is not None:
+                self._ask_gate_again(member[0], now, out)
 
     def _fail_member(
         self, attempt_id: int, failure: Failure, tokens: int, now: float, out: list[ev.Instruction], *, is_final: bool = False
@@ -207,7 +219,7 @@ class Members(Judging):
 
     def _count_cancelled(self, group: OpenGroup, tokens: int, now: float, out: list[ev.Instruction]) -> None:
         group.tokens += tokens
-        self.ledger.attempt_ended("cancelled", tokens)
+        self.ledger.attempt_ended("cut" if group.outcome == "cut" else "cancelled", tokens)
         self._record_if_settled(group, now, out)
 
     def _late_tokens(self, event: ev.LateTokens, now: float, out: list[ev.Instruction]) -> None:
@@ -221,20 +233,24 @@ class Members(Judging):
         for member in lost:  # all are settled first: a group that one of them drops has nothing to cancel of the others
             if member is not None and not member[0].closed:
                 self._replace(*member, now, out)
+        if self.gate is not None:
+            for group in {member[0].group_id: member[0] for member in lost if member is not None}.values():
+                self._ask_gate_again(group, now, out)
 
     def _replace(self, group: OpenGroup, member_index: int, now: float, out: list[ev.Instruction]) -> None:
         """A member did not deliver: others under way may be enough; else try again within the rounds; else it is lost."""
-        if self.config.has_user_loop or group.running - group.detached >= group.missing:
+        if self.config.has_user_loop:
+            return
+        is_enough = group.running - group.detached >= group.missing
+        place = -1 if is_enough else self._place_for(group, member_index)
+        if self.gate is not None:
+            self.gate.lost(group, member_index, is_replaced=place >= 0)
+        if is_enough:
+            return
+        if place >= 0:
+            self._launch(group, place, now, out)
             return
         rounds = self.config.max_response_rounds
-        if group.tries[member_index] < rounds and group.slots[member_index] < 0:
-            self._launch(group, member_index, now, out)
-            return
-        if self.config.redundancy:
-            for place, tries in enumerate(group.tries):
-                if tries < rounds and group.slots[place] < 0 and group.delivered[place] is None:
-                    self._launch(group, place, now, out)
-                    return
         group.lost += 1
         group.missing -= 1
         size = self.config.group_size
@@ -244,6 +260,17 @@ class Members(Judging):
             self._drop(group, verdict, now, out, is_lost=group.had_fault, is_failure=True)
         elif not group.missing:
             self._judge(group, now, out)
+
+    def _place_for(self, group: OpenGroup, member_index: int) -> int:
+        """Where a member that did not deliver is tried again: its own place, or a redundant one whose rounds are left; -1: nowhere."""
+        rounds = self.config.max_response_rounds
+        if group.tries[member_index] < rounds and group.slots[member_index] < 0:
+            return member_index
+        if self.config.redundancy:
+            for place, tries in enumerate(group.tries):
+                if tries < rounds and group.slots[place] < 0 and group.delivered[place] is None:
+                    return place
+        return -1
 
 
 def _without_reward(rollout: Rollout) -> Rollout:

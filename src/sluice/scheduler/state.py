@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sluice.errors import RecordError
+from sluice.errors import GateError, RecordError
 from sluice.ledger import Ledger
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import OpenGroup
@@ -22,7 +22,7 @@ from sluice.types import Failure, Group, Rollout, Task, Turn
 if TYPE_CHECKING:
     from sluice.scheduler.core import Core
 
-VERSION: Final = 1
+VERSION: Final = 2
 RESTART: Final = "restart"  # reason for which groups under way at a checkpoint are cancelled in it
 
 
@@ -40,7 +40,7 @@ def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict
     for attempt_id, group in machine._running.items():
         sampled = in_flight.get(attempt_id, 0)
         tokens[id(group)] += sampled
-        ledger.attempt_ended("cancelled", sampled)
+        ledger.attempt_ended("cut" if group.outcome == "cut" else "cancelled", sampled)
     for group in machine._groups.values():
         if group.outcome is None and (group.group_id in whole or group.group_id in delivered):
             kept = whole.get(group.group_id)
@@ -82,6 +82,8 @@ def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict
         "again": [list(slot) for slot in sorted(again, key=lambda slot: slot.ticket)],
         "prompts": machine.prompts.state_dict(outstanding),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
+        "gate": None if machine.gate is None else machine.gate.state_dict(),
+        "closed_ahead": [[ticket, domain] for ticket, domain in machine._closed_ahead.items()],
         "ledger": ledger.state_dict(),
         "judged": machine._judged,
         "kept": machine._kept,
@@ -110,6 +112,9 @@ def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> 
         machine.prompts.load_state_dict(saved["prompts"])
         if machine.guard is not None and saved["guard"] is not None:
             machine.guard.load_state_dict(saved["guard"])
+        if machine.gate is not None and saved["gate"] is not None:
+            machine.gate.load_state_dict(saved["gate"])
+        machine._closed_ahead = {int(ticket): domain for ticket, domain in saved["closed_ahead"]}
         machine.ledger.load_state_dict(saved["ledger"])
         machine._judged, machine._kept = int(saved["judged"]), int(saved["kept"])
         machine._empty_in_a_row = int(saved["empty_in_a_row"])
@@ -119,7 +124,7 @@ def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> 
             _load_group(machine, entry, tasks)
         return [ev.RecordGroup(record=ev.GroupRecord(**_as_record(record))) for record in saved["interrupted"]]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, RecordError):
+        if isinstance(error, RecordError | GateError):
             raise
         raise RecordError(f"the saved state of the scheduler is torn or not ours: {type(error).__name__}: {error}") from error
 
@@ -162,7 +167,7 @@ def _save_group(group: OpenGroup, whole: Group, last_step: int, running_tokens: 
         "env_steps": group.env_steps,
         "reason": group.reason,
         "source": group.source,
-        "evidence": _plain_entries(group.evidence),
+        "evidence": _plain_entries({**group.evidence, **group.gate_evidence}),
         "counted": list(whole.counted),
         "rollouts": [_save_rollout(rollout) for rollout in whole.rollouts],
     }

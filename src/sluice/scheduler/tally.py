@@ -31,10 +31,13 @@ class Tally:
     __slots__ = (
         "ahead",
         "by_domain",
+        "closed",
+        "cut",
         "drawn",
         "dropped",
         "empty_tries",
         "guard_kept",
+        "is_emptied",
         "judged",
         "kept",
         "launched",
@@ -57,6 +60,9 @@ class Tally:
         self.topped_up = 0  # low-information groups that were used after all
         self.guard_kept = 0
         self.shrunk = 0  # groups that the ratio guard left out of the batch
+        self.cut = 0  # groups that the gate stopped; they are among the dropped ones
+        self.closed = 0  # places of the batch that were closed with them
+        self.is_emptied = False  # the last place of the batch was, which no batch can do without
         self.ahead = 0  # groups launched beyond the quota
         self.judged = 0
         self.kept = 0
@@ -99,14 +105,14 @@ class Tally:
         self.topped_up += 1
         self.group_kept(group.task.domain, Sums.of(group.rollouts))
 
-    def metrics(self, batch: Batch, step: int) -> dict[str, float]:
+    def metrics(self, batch: Batch, step: int, *, has_gate: bool = False) -> dict[str, float]:
         """The metrics of the filling of a batch."""
         ages = [step - group.policy_version for group in batch.groups]
         out = {
             "scheduler/collect_query_count": float(len(batch.groups)),
             "scheduler/query_use_count": float(self.drawn),
-            "scheduler/group_filter_count": float(self.dropped),
-            "scheduler/query_filter_count": float(self.dropped),
+            "scheduler/group_filter_count": float(self.dropped - self.cut),
+            "scheduler/query_filter_count": float(self.dropped - self.cut),
             "scheduler/response_filter_count": float(sum(self.members.values())),
             "scheduler/off_policy_ratio": sum(ages) / max(1, len(ages)),
             "scheduler/off_policy_max": float(max(ages, default=0)),
@@ -117,6 +123,9 @@ class Tally:
         if self.guard_kept or self.shrunk:
             out["scheduler/kept_by_guard"] = float(self.guard_kept)
             out["scheduler/shrunk_by_guard"] = float(self.shrunk)
+        if has_gate:
+            out["reward/cut_groups"] = float(self.cut)
+            out["scheduler/closed_by_gate"] = float(self.closed)
         if self.judged:
             out["scheduler/acceptance_rate"] = self.kept / self.judged
         if len(self.by_domain) > 1:
@@ -162,6 +171,8 @@ class Tally:
         reasons = {reason for _, reason in self.reasons}
         if "low_information" in {category for category, _ in self.reasons}:
             advice.append("loosen the filter that drops most, or choose easier or harder prompts")
+        if "converged_prefix" in reasons:
+            advice.append("lower gate.threshold, or set gate.shadow to see what it would cut")
         if "truncated" in reasons or "truncated" in self.members:
             advice.append("raise response_length, or set resampling.truncated to 'keep'")
         if "group_timeout" in reasons:

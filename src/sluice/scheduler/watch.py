@@ -27,7 +27,10 @@ def waiting_for(machine: Core, now: float) -> str:
     if oldest is not None:
         groups, attempts = machine.buffer.running - len(machine._held), len(machine._running)
         loops = sum([group.has_loop for group in machine._groups.values()])
+        held = sum([len(group.held) for group in machine._groups.values()])
         what = f"{attempts} members of {groups} groups" if not loops else f"{loops} rollout loops with {attempts} members under way"
+        if held:
+            what += f", of which {held} wait for the decision of the gate"
         causes.append(
             f"{what}; the oldest is group {oldest.group_id} (task {oldest.task.task_id!r}), since {now - oldest.started_at:.1f} s"
         )
@@ -63,6 +66,7 @@ def snapshot(machine: Core, now: float) -> dict[str, Any]:
         "rejected": dict(rejected),
         "quarantined": len(machine.prompts.quarantined),
         "tokens": machine.ledger.total_tokens,
+        "gate": None if machine.gate is None else machine.gate.metrics(machine.ledger.tokens_per_env_step),
     }
 
 
