@@ -92,15 +92,15 @@ class Figures:
             weight=None if self.weight is None else self.weight[index],
         )
 
-    def sums(self, cut: npt.NDArray[np.float64]) -> Mapping[str, Floats | None]:
-        """What cuts come to: `cut` is [..., N], how often each group is cut (0 or 1, or more in a bootstrap)."""
+    def sums(self, cut: Floats, counts: Floats | float = 1.0) -> Mapping[str, Floats | None]:
+        """What cuts come to: [..., N] how often each group is cut (0 or 1, or more in a bootstrap), out of how often it is there."""
         right = cut * self.zero
         return {
             "cut": cut.sum(axis=-1),
             "true": right.sum(axis=-1),
             "safe_steps": None if self.remaining is None else right @ self.remaining,
             "raw_steps": None if self.remaining is None else cut @ self.remaining,
-            "lost": None if self.weight is None else cut @ self.weight,
+            "kept": None if self.weight is None else (counts - cut) @ self.weight,
         }
 
     def point(self, signal: str, threshold: float, below: Bools) -> Point:
@@ -112,7 +112,7 @@ class Figures:
         span = (self.horizon - self.k) / (n * self.horizon) if n else 0.0
         total = 0.0 if self.steps is None else float(self.steps.sum())
         whole = 0.0 if self.weight is None else float(self.weight.sum())
-        safe, raw, lost = sums["safe_steps"], sums["raw_steps"], sums["lost"]
+        safe, raw, kept = sums["safe_steps"], sums["raw_steps"], sums["kept"]
         return Point(
             signal=signal,
             k=self.k,
@@ -130,7 +130,7 @@ class Figures:
             raw_saving=number * span,
             safe_step_saving=safe / total if safe is not None and total else None,
             raw_step_saving=raw / total if raw is not None and total else None,
-            advantage_kept=float(np.sqrt(max(0.0, 1 - lost / whole))) if lost is not None and whole else None,
+            advantage_kept=float(np.sqrt(kept / whole)) if kept is not None and whole else None,
         )
 
 
@@ -194,7 +194,8 @@ class Curve:
         span = (figures.horizon - figures.k) / (max(1, n) * figures.horizon)
         order = np.argsort(self.values, kind="stable")
         ordered = self.values[order]
-        last = np.searchsorted(ordered, self.edges, side="right") - 1
+        thresholds = np.array([self.threshold(index) for index in range(len(self))])
+        last = np.searchsorted(ordered, thresholds, side="left") - 1
         cut = figures.running[order].astype(np.float64)
         nothing = np.full(len(self), np.nan)
         safe = raw = kept = nothing
@@ -202,9 +203,12 @@ class Curve:
             raw_steps = cut * figures.remaining[order]
             raw, safe = np.cumsum(raw_steps)[last] / total, np.cumsum(raw_steps * figures.zero[order])[last] / total
         if figures.weight is not None and (whole := float(figures.weight.sum())):
-            kept = np.sqrt(np.maximum(0.0, 1 - np.cumsum(cut * figures.weight[order])[last] / whole))
+            # From the end, so that nothing is left of a difference of two sums when all is cut.
+            weight = figures.weight[order]
+            after = np.append(np.cumsum((cut * weight)[::-1])[::-1], 0.0)[last + 1]
+            kept = np.sqrt((after + float(((1 - cut) * weight).sum())) / whole)
         found = {
-            "threshold": np.array([self.threshold(index) for index in range(len(self))]),
+            "threshold": thresholds,
             "cut": self.cut,
             "left_alone": last + 1 - self.cut,
             "true_cuts": self.true,

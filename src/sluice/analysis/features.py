@@ -214,14 +214,13 @@ def _lengths(table: Table, row: int) -> tuple[int, ...] | None:
 
 
 def _check_horizon(steps: Mapping[int, Mapping[str, _Row]], horizon: int) -> None:
-    for k, rows in steps.items():
-        if k >= horizon:
-            row = next(iter(rows.values()))
-            raise AnalysisError(
-                f"{row.place}: expected K below the horizon {horizon}, got {k} - nothing is left to save there: raise --horizon, or choose "
-                "smaller ones with --k"
-            )
+    for k, rows in sorted(steps.items(), reverse=True):
         for row in rows.values():
+            if k >= horizon:
+                raise AnalysisError(
+                    f"{row.place}: expected K below the horizon {horizon}, got {k} - nothing is left to save there: raise --horizon, or "
+                    "choose smaller ones with --k"
+                )
             if max(row.lengths or (0,)) > horizon:
                 raise AnalysisError(
                     f"{row.place}, column lengths: expected at most the horizon {horizon}, got {row.lengths} - raise --horizon"

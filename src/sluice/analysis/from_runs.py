@@ -17,6 +17,9 @@ from sluice.errors import AnalysisError, RecordError
 from sluice.gate.decision import SOURCE
 from sluice.records.rollout_reader import FOLDER
 from sluice.records.rollouts import load_parts
+from sluice.records.rundb import open_for_reading
+
+RUN_DB: Final = "run.db"
 
 STOPPED: Final = "stopped_futile"
 """`finish_reason` of a trajectory that a futility stop ended."""
@@ -47,6 +50,7 @@ def read_run(path: Path, parts: list[Path], left_out: LeftOut) -> tuple[dict[str
     groups: dict[str, GroupRows] = {}
     facts: Mapping[str, Any] = {}
     known: set[int] = set()  # group ids of earlier parts
+    cut: set[int] = set()  # those that the gate had cut
     try:
         for part in parts:
             file, of_part = load_parts().open_part(part)
@@ -61,9 +65,13 @@ def read_run(path: Path, parts: list[Path], left_out: LeftOut) -> tuple[dict[str
                     columns = {
                         name: column.to_pylist() for name, column in zip(_COLUMNS, file.read([*_COLUMNS]).select(_COLUMNS), strict=True)
                     }
-            known |= _add(groups, known, columns, part, facts, left_out)
+            ids, cut_here = _add(groups, known, columns, part, facts, left_out)
+            known |= ids
+            cut |= cut_here
     except RecordError as error:
         raise AnalysisError(str(error)) from error
+    if number := max(len(cut), _cut_in_database(path)):
+        left_out.add("groups that the gate had cut: the others are no plain sample of the run, so record with gate.shadow: true", number)
     if groups and not any(row.member.actions for group in groups.values() for row in group.rows):
         raise AnalysisError(f"{path}: expected trajectories with environment steps, got a run without any - the gate is for agentic runs")
     return groups, facts
@@ -71,8 +79,8 @@ def read_run(path: Path, parts: list[Path], left_out: LeftOut) -> tuple[dict[str
 
 def _add(
     groups: dict[str, GroupRows], known: set[int], columns: Mapping[str, Any], part: Path, facts: Mapping[str, Any], left_out: LeftOut
-) -> set[int]:
-    """Put the rows of one part to their groups; the group ids in it."""
+) -> tuple[set[int], set[int]]:
+    """Put the rows of one part to their groups; the group ids in it, and those that the gate had cut."""
     ids: set[int] = set()
     cut: set[int] = set()
     for number, row in enumerate(zip(*(columns[name] for name in _COLUMNS), strict=True), 1):
@@ -105,9 +113,16 @@ def _add(
                 has_reward=one["reward"] is not None,
             )
         )
-    if cut:
-        left_out.add("groups that the gate had cut: the others are no plain sample of the run, so record with gate.shadow: true", len(cut))
-    return ids
+    return ids, cut
+
+
+def _cut_in_database(path: Path) -> int:
+    """How many groups the gate had cut, as run.db has it: of those cut before a member had ended there are no rows. 0: nobody says."""
+    try:
+        with open_for_reading(path / RUN_DB) as db:
+            return int(db.execute("SELECT count(*) FROM groups WHERE outcome = 'dropped' AND source = ?", (SOURCE,)).fetchone()[0])
+    except RecordError:
+        return 0
 
 
 def _is_part(path: Path) -> bool:

@@ -75,7 +75,7 @@ class Draws:
         """Intervals of what one choice of cuts comes to. The rule is the same in all draws: this is not the spread of fitting it."""
         counts = self.counts
         n = counts.sum(axis=1)
-        sums = figures.sums(counts * cut)
+        sums = figures.sums(counts * cut, counts)
         number, true = _known(sums["cut"]), _known(sums["true"])
         zero = counts @ figures.zero
         span = (figures.horizon - figures.k) / figures.horizon
@@ -90,7 +90,7 @@ class Draws:
             values["safe_step_saving"] = _share(_known(sums["safe_steps"]), total)
             values["raw_step_saving"] = _share(_known(sums["raw_steps"]), total)
         if figures.weight is not None:
-            values["advantage_kept"] = np.sqrt(np.maximum(0.0, 1 - _share(_known(sums["lost"]), counts @ figures.weight)))
+            values["advantage_kept"] = np.sqrt(_share(_known(sums["kept"]), counts @ figures.weight))
         return {name: interval for name, column in values.items() if (interval := self.interval(column)) is not None}
 
 

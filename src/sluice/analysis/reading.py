@@ -64,8 +64,10 @@ def read_recording(
             tables += _tables(path)
             continue
         found, facts = read_run(path, parts, left_out)
-        if (other := seen.setdefault(facts.get("identity"), path)) is not path:
-            raise AnalysisError(f"{path}: expected every run once, got that of {other} again - drop one of the two")
+        identity = facts.get("identity")
+        if identity in seen:
+            raise AnalysisError(f"{path}: expected every run once, got that of {seen[identity]} again - drop one of the two")
+        seen[identity] = path
         groups |= found
         sizes |= {facts["group_size"]} if facts.get("group_size") else set()
     are_features = [table for table in tables if "actions" not in table.columns and table.find(*SIGNALS)]

@@ -74,7 +74,7 @@ def random_arm(figures: Figures, cuts: int, rng: np.random.Generator) -> Arm:
         spread["safe_step_saving"] = _of(sums["safe_steps"]) / total
         spread["raw_step_saving"] = _of(sums["raw_steps"]) / total
     if figures.weight is not None and (whole := float(figures.weight.sum())):
-        kept_in_draws = np.sqrt(np.maximum(0.0, 1 - _of(sums["lost"]) / whole))
+        kept_in_draws = np.sqrt(_of(sums["kept"]) / whole)
         kept = float(kept_in_draws.mean())
         spread["advantage_kept"] = kept_in_draws
     return Arm(
