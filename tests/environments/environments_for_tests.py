@@ -32,6 +32,18 @@ WRONG_STEPS = {
     "progress text": ("text", 0.0, False, False, {"progress": "half"}),
     "success text": ("text", 0.0, False, False, {"success": "yes"}),
     "env_id number": ("text", 0.0, False, False, {"env_id": 7}),
+    "observation surrogate": ("half a pair: \ud800", 0.0, False, False, {}),
+    "reward beyond float32": ("text", 3.5e38, False, False, {}),
+    "reward below float32": ("text", -1e300, False, False, {}),
+    "reward of 400 digits": ("text", 10**400, False, False, {}),
+    "reward of 5000 digits": ("text", 10**5000, False, False, {}),
+    "reward complex": ("text", 1j, False, False, {}),
+    "commands surrogate": ("text", 0.0, False, False, {"admissible_commands": ["look", "\udfff"]}),
+    "too many commands": ("text", 0.0, False, False, {"admissible_commands": [""] * 500_001}),
+    "env_id long": ("text", 0.0, False, False, {"env_id": "x" * 1_001}),
+    "env_id surrogate": ("text", 0.0, False, False, {"env_id": "\ud800"}),
+    "task_type long": ("text", 0.0, False, False, {"task_type": "x" * 1_001}),
+    "task_type surrogate": ("text", 0.0, False, False, {"task_type": "\ud800"}),
     "enormous": ("x" * 1_000_001, 0.0, False, False, {}),
     "enormous commands": ("text", 0.0, False, False, {"admissible_commands": ["x" * 1_000_001]}),
 }
@@ -40,12 +52,13 @@ WRONG_STEPS = {
 class Obedient:
     """Echoes actions; `seeds` and actions with a meaning do what their name says. Counts what it is told in `length`."""
 
-    def __init__(self, horizon: int = 1000, build: str = "well") -> None:
+    def __init__(self, horizon: int = 1000, build: str = "well", number: float = 0.0) -> None:
         if build == "raise":
             raise ValueError("it was told not to be built")
         if build == "exit":
             os._exit(3)
         self.horizon = horizon
+        self.number = number
         self.steps = 0
         self.seed = 0
         self.closed = 0
@@ -71,6 +84,8 @@ class Obedient:
             sys.exit("it was told to exit")
         if word == "interrupt":
             raise GeneratorExit
+        if word == "ctrl-c":
+            raise KeyboardInterrupt
         if word == "hang":
             time.sleep(3600)
         if word == "spin":
@@ -95,6 +110,10 @@ class Obedient:
         if word == "numpy":
             info = {"progress": np.float32(0.5), "success": np.bool_(True), "array": np.zeros(3), "count": np.int64(3)}
             return np.str_("text"), np.float64(0.25), np.bool_(False), np.bool_(False), info
+        if word == "number":
+            return str(self.number), 0.0, False, False, {}
+        if word == "integer":
+            return "text", 0.0, False, False, {"small": 7, "large": 10**5000}
         terminated = word == "end"
         info = {
             "admissible_commands": ["end", "go on"],

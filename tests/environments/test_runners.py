@@ -16,14 +16,30 @@ from hypothesis import strategies as st
 from sluice.environments import EnvFault, EnvironmentConfig, EnvironmentHost, EnvReset, EnvStep, Runner
 from sluice.environments import thread as thread_module
 from sluice.errors import ConfigError, EnvError
-from tests.environments.environments_for_tests import HERE
+from tests.environments.environments_for_tests import HERE, Obedient
 
 LONG_S = 60.0  # nothing in these tests takes so long: it is there to fail instead of hanging
 WHERE = ("inline", "thread", "process")
 
 # What an environment does, in words that every place can survive.
 ACTIONS = st.sampled_from(
-    ["", "go on", "end", "raise", "exit", "interrupt", "wrong list", "wrong reward nan", "numpy", "x" * 20_000, "\ud800 \0"]
+    [
+        "",
+        "go on",
+        "end",
+        "raise",
+        "exit",
+        "interrupt",
+        "wrong list",
+        "wrong reward nan",
+        "numpy",
+        "x" * 20_000,
+        "\ud800 \0",
+        "wrong observation surrogate",
+        "wrong reward of 5000 digits",
+        "wrong too many commands",
+        "integer",
+    ]
 )
 
 
@@ -83,7 +99,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([1, 2**63 - 1, 666, 667]), st.lists(ACTIONS, max_size=8))
+@given(st.sampled_from([1, 0, -1, 2**63 - 1, 2**200, 666, 667]), st.lists(ACTIONS, max_size=8))
 def test_the_outcomes_are_the_same_in_every_place(hosts: Hosts, seed: int, actions: list[str]) -> None:
     inline, thread, process = (hosts.play(run_in, seed, actions) for run_in in WHERE)
     assert inline == thread == process
@@ -141,6 +157,49 @@ def test_two_members_with_the_same_seed_see_the_same_problem(run_in: str) -> Non
             assert resets[0].observation == resets[1].observation
 
     run(test)
+
+
+@pytest.mark.parametrize("run_in", ["inline", "thread"])
+def test_an_environment_that_cannot_be_built_is_tried_three_times_and_then_an_error(run_in: str) -> None:
+    """As in a pool of processes: faults of single episodes would go on for ever."""
+
+    async def test() -> None:
+        builds: list[str] = []
+        ways = iter(["raise", "raise", "well", "raise", "raise", "raise"])
+
+        def build() -> Obedient:
+            builds.append(next(ways))
+            return Obedient(build=builds[-1])
+
+        async with EnvironmentHost({"type": "mine", "run_in": run_in}, build=build) as host:
+            runners = [host.runner() for _ in range(6)]
+            for runner in runners[:5]:
+                answer = await runner.reset(1)
+                assert isinstance(answer, EnvReset) == (builds[-1] == "well")
+            with pytest.raises(EnvError, match="mine: it cannot be built, 3 tries failed, the last one because .* told not to be built"):
+                await runners[5].reset(1)
+            with pytest.raises(EnvError, match="cannot be built"):
+                await runners[4].reset(1)
+
+    run(test)
+
+
+@pytest.mark.parametrize("run_in", WHERE)
+def test_arguments_reach_the_environment_as_they_were_written(run_in: str) -> None:
+    async def test() -> None:
+        async with EnvironmentHost(config(run_in, args={"number": float("inf")})) as host:
+            runner = host.runner()
+            await runner.reset(1)
+            step = await runner.step("number")
+            assert isinstance(step, EnvStep)
+            assert step.observation == "inf"
+
+    run(test)
+
+
+def test_arguments_that_no_process_can_be_told_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment.args: expected numbers, texts, .* - give plain data, or set run_in to thread"):
+        EnvironmentHost(config("process", args={"number": object()}))
 
 
 @pytest.mark.parametrize("run_in", WHERE)
@@ -305,8 +364,6 @@ def test_a_builder_cannot_be_sent_to_a_process() -> None:
 
 
 def test_an_environment_given_as_a_builder_needs_no_name() -> None:
-    from tests.environments.environments_for_tests import Obedient
-
     async def test() -> None:
         async with EnvironmentHost({"type": "mine", "run_in": "inline"}, build=Obedient) as host:
             assert isinstance(await host.runner().reset(1), EnvReset)

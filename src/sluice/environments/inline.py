@@ -21,12 +21,16 @@ class InlineRunner:
         self.running: RunningCall | None = None
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
-        self._held = HeldEnvironment(config.type, build)
+        self._held = HeldEnvironment(config.type, self.counts.building(build))
         self._episode = EpisodeState(config.max_steps)
         self._closed = False
 
     async def reset(self, seed: int) -> EnvReset | EnvFault:
-        """Begin the episode of the seed."""
+        """Begin the episode of the seed.
+
+        Raises:
+            EnvError: it cannot be built.
+        """
         self._episode.begin(seed)
         return cast(EnvReset | EnvFault, self._ended(closed("reset", self.name) if self._closed else self._call("reset", seed)))
 
@@ -65,4 +69,5 @@ class InlineRunner:
     def _ended(self, answer: Answer) -> Answer:
         answer = self._episode.after(answer)
         self.counts.answered(answer)
+        self.counts.give_up_unbuilt(answer, self.name)
         return answer

@@ -23,14 +23,13 @@ from sluice.environments.base import Call, EnvFault, EnvReset, EnvStep
 from sluice.environments.boundary import LONGEST_ACTION, Answer
 from sluice.environments.build import check_environment
 from sluice.environments.forkserver import ENDED, ForkServer
-from sluice.environments.runners import EpisodeState, RunnerCounts, RunningCall, closed, late, no_episode
+from sluice.environments.runners import START_TRIES, EpisodeState, RunnerCounts, RunningCall, closed, late, no_episode
 from sluice.environments.settings import EnvironmentConfig
 from sluice.environments.worker import HEADER, pack, unpack_answer
-from sluice.errors import EnvError
+from sluice.errors import ConfigError, EnvError
 
 CANCEL_GRACE_S: Final = 0.1  # a cancelled call may end by itself so long: most do, and their worker need not be replaced
 START_LIMIT_S: Final = 120.0  # from the command to fork to the first word of a worker, imports included
-START_TRIES: Final = 3  # starts in a row that one place in the pool may fail
 START_DELAY_S: Final = 0.2  # before the second try; doubles with each further one
 STOP_LIMIT_S: Final = 1.2  # how long `close` waits for the fork server before it is killed; it needs milliseconds
 LARGEST_MESSAGE: Final = 1 << 26  # bytes that a worker may say at once: far beyond the bounds of boundary.py
@@ -56,6 +55,7 @@ class EnvironmentPool:
         """
         check_environment(config)
         self.config = config
+        self._settings = _packed(config)
         self.counts = RunnerCounts() if counts is None else counts
         self.workers_lost = 0  # that died, or were killed in a call that somebody waited for
         self._import_path = [os.getcwd() if entry == "" else str(entry) for entry in sys.path]
@@ -316,7 +316,7 @@ class EnvironmentPool:
         return ForkServer(
             preload="sluice.environments.worker:preload_config",
             serve="sluice.environments.worker:serve",
-            settings=self.config.model_dump_json().encode(),
+            settings=self._settings,
             import_path=self._import_path,
             folder=self._folder,
         )
@@ -645,6 +645,17 @@ class _Worker:
         if self._is_sending:
             self._loop.remove_writer(self.connection)
             self._is_sending = False
+
+
+def _packed(config: EnvironmentConfig) -> bytes:
+    """The settings as a worker gets them. Raises `ConfigError` when another process cannot be told of them."""
+    try:
+        return json.dumps(config.model_dump()).encode()
+    except (TypeError, ValueError) as err:
+        raise ConfigError(
+            f"environment.args: expected numbers, texts, truth values, lists and mappings of them, which a worker process can be told, "
+            f"got {config.args!r} ({err}) - give plain data, or set run_in to thread"
+        ) from err
 
 
 def _exit_text(code: int) -> str:

@@ -17,12 +17,15 @@ Backpressure:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from sluice.environments.base import Call, EnvFault, EnvReset, EnvStep
+from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
 from sluice.environments.boundary import Answer
+from sluice.errors import EnvError
 
+START_TRIES: Final = 3  # starts in a row that may fail before nothing is tried any more
 CLOSE_LIMIT_S: Final = 1.0  # how long `close` waits for an environment that runs in a thread
 
 NO_EPISODE: Final = "there is no episode: it ended, failed or was closed - call reset first"
@@ -73,6 +76,7 @@ class RunnerCounts:
         self.seconds: dict[str, float] = {"reset": 0.0, "step": 0.0}
         self.cancelled = 0  # calls whose caller was cancelled
         self.abandoned = 0  # threads left to themselves in a call
+        self.failed_builds = 0  # in a row, of all runners together; a pool counts for each of its places
 
     def answered(self, answer: Answer) -> None:
         """One call ended."""
@@ -85,6 +89,25 @@ class RunnerCounts:
         else:
             self.env_steps += 1
             self.seconds["step"] += answer.seconds
+
+    def building(self, build: Callable[[], Environment]) -> Callable[[], Environment]:
+        """The same builder, with its failures counted."""
+
+        def counted() -> Environment:
+            try:
+                environment = build()
+            except BaseException:
+                self.failed_builds += 1
+                raise
+            self.failed_builds = 0
+            return environment
+
+        return counted
+
+    def give_up_unbuilt(self, answer: Answer, name: str) -> None:
+        """Raise `EnvError` when this answer is one failed build too many: data of single episodes would go on for ever."""
+        if isinstance(answer, EnvFault) and answer.call == "reset" and answer.kind == "env_failed" and self.failed_builds >= START_TRIES:
+            raise EnvError(f"environment {name}: it cannot be built, {START_TRIES} tries failed, the last one because {answer.detail}")
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import cast
 
 from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
-from sluice.environments.boundary import Answer, HeldEnvironment, describe
+from sluice.environments.boundary import Answer, HeldEnvironment
 from sluice.environments.runners import CLOSE_LIMIT_S, EpisodeState, RunnerCounts, RunningCall, closed, late, no_episode
 from sluice.environments.settings import EnvironmentConfig
 from sluice.errors import EnvError
@@ -32,14 +32,18 @@ class ThreadRunner:
         self.running: RunningCall | None = None
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
-        self._build = build
+        self._build = self.counts.building(build)
         self._episode = EpisodeState(config.max_steps)
         self._player: _Player | None = None
         self._answer: asyncio.Future[Answer] | None = None  # of the call that is under way
         self._closed = False
 
     async def reset(self, seed: int) -> EnvReset | EnvFault:
-        """Begin the episode of the seed."""
+        """Begin the episode of the seed.
+
+        Raises:
+            EnvError: it cannot be built.
+        """
         self._episode.begin(seed)
         if self._closed:
             return cast(EnvReset | EnvFault, self._ended(closed("reset", self.name)))
@@ -146,6 +150,7 @@ class ThreadRunner:
     def _ended(self, answer: Answer) -> Answer:
         answer = self._episode.after(answer)
         self.counts.answered(answer)
+        self.counts.give_up_unbuilt(answer, self.name)
         return answer
 
 
@@ -174,10 +179,7 @@ class _Player:
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
             call, argument, answered = asked
-            try:
-                answer = self._held.perform(call, argument)
-            except KeyboardInterrupt as err:  # signals go to the main thread: this one is the environment's own
-                answer = EnvFault(kind="env_failed", detail=f"environment {self._name}, {call}: {describe(err)}", call=call)
+            answer = self._held.perform(call, argument)
             try:
                 answered(answer)
             except RuntimeError:

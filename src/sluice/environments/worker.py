@@ -17,6 +17,7 @@ from sluice.environments.base import EnvFault, EnvInfo, EnvReset, EnvStep
 from sluice.environments.boundary import Answer, HeldEnvironment, describe
 from sluice.environments.build import build_environment, preload
 from sluice.environments.settings import EnvironmentConfig
+from sluice.errors import EnvError
 
 HEADER: Final = struct.Struct("!Q")  # length of the payload
 
@@ -33,7 +34,7 @@ def serve(connection: socket.socket, settings: bytes) -> None:
     try:
         held.build()
     except BaseException as err:  # noqa: BLE001 - told to the pool, which decides
-        connection.sendall(pack({"failed": describe(err)}))
+        connection.sendall(pack({"failed": str(err) if isinstance(err, EnvError) else describe(err)}))
         return
     connection.sendall(pack({"ready": True}))
     calls, own = connection.makefile("rb"), os.getpid()
