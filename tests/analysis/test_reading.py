@@ -13,7 +13,9 @@ import pytest
 from sluice.analysis import Member, Recorded, Trajectories, TrajectoryGroup, read_recording
 from sluice.errors import AnalysisError
 from sluice.gate import SIGNALS
+from sluice.records import Journal, RunFolder
 from tests.analysis.recordings import DISTANCE, features_of, record, rows_of, some_groups, write
+from tests.records.conftest import make_record
 
 
 def same(one: Recorded, other: Recorded) -> bool:
@@ -245,10 +247,19 @@ def test_two_runs_have_the_groups_of_both_and_one_run_twice_is_an_error(tmp_path
 
 
 def test_groups_that_the_gate_had_cut_are_never_scored_by_their_truncated_rewards(tmp_path: Path) -> None:
-    folder = record(tmp_path / "run", some_groups(n=5), of_2={"source": "gate", "outcome": "dropped", "category": "low_information"})
+    folder = record(tmp_path / "run", some_groups(n=5), of_2={"source": "gate", "outcome": "cut", "category": "low_information"})
     read = read_recording([folder])
     assert len(read.recorded) == 4
     assert any("1 groups that the gate had cut" in note for note in read.recorded.notes)
+
+
+def test_groups_cut_before_a_member_had_ended_are_counted_from_the_database(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "exp", 1, "exp_name: exp\n") as made, Journal(made.run_db) as journal:
+        for i in range(3):
+            journal.group(make_record(100 + i, outcome="cut", category="low_information"))
+    read = read_recording([record(made.path, some_groups(n=5))])
+    assert len(read.recorded) == 5
+    assert any("left out: 3 groups that the gate had cut" in note for note in read.recorded.notes)
 
 
 def test_groups_smaller_than_the_run_says_are_partial(tmp_path: Path) -> None:

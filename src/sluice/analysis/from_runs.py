@@ -14,10 +14,12 @@ from sluice.analysis.collecting import GroupRows, LeftOut, MemberRow
 from sluice.analysis.tables import load_pyarrow
 from sluice.analysis.trajectories import Member
 from sluice.errors import AnalysisError, RecordError
-from sluice.gate.decision import SOURCE
 from sluice.records.rollout_reader import FOLDER
 from sluice.records.rollouts import load_parts
 from sluice.records.rundb import open_for_reading
+
+CUT: Final = "cut"
+"""`outcome` of a group that the gate cut."""
 
 RUN_DB: Final = "run.db"
 
@@ -25,7 +27,7 @@ STOPPED: Final = "stopped_futile"
 """`finish_reason` of a trajectory that a futility stop ended."""
 
 _COLUMNS: Final = (
-    *("group_id", "member_index", "attempt_id", "is_in_group", "is_counted", "source", "outcome", "reward", "task_type", "finish_reason"),
+    *("group_id", "member_index", "attempt_id", "is_in_group", "is_counted", "outcome", "reward", "task_type", "finish_reason"),
     *("actions", "observations"),
 )
 
@@ -92,7 +94,7 @@ def _add(
         if not one["is_in_group"]:
             left_out.add("members that were taken out of their group before it was judged")
             continue
-        if one["source"] == SOURCE and one["outcome"] == "dropped":
+        if one["outcome"] == CUT:
             cut.add(group_id)
             continue
         if one["finish_reason"] == STOPPED:
@@ -120,7 +122,7 @@ def _cut_in_database(path: Path) -> int:
     """How many groups the gate had cut, as run.db has it: of those cut before a member had ended there are no rows. 0: nobody says."""
     try:
         with open_for_reading(path / RUN_DB) as db:
-            return int(db.execute("SELECT count(*) FROM groups WHERE outcome = 'dropped' AND source = ?", (SOURCE,)).fetchone()[0])
+            return int(db.execute("SELECT count(*) FROM groups WHERE outcome = ?", (CUT,)).fetchone()[0])
     except RecordError:
         return 0
 
