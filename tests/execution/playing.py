@@ -19,7 +19,7 @@ from sluice.filters.base import Filter
 from sluice.filters.group_rewards import GroupRewards
 from sluice.generation import Answer, Engine, GenerationRequest, NullEngine
 from sluice.generation.null import NullHandle
-from sluice.scheduler import GroupRecord, Scheduler, SchedulerConfig
+from sluice.scheduler import GroupRecord, MachineGate, Scheduler, SchedulerConfig
 from sluice.tasks import EpisodeTasks
 from sluice.types import Batch, Rollout, Verdict
 from tests.execution.test_shell import ListJournal, everything_left
@@ -156,6 +156,7 @@ async def world(
     *,
     host: DelayedHost | None = None,
     tokenizer: Any = TOKENIZER,
+    gate: MachineGate | None = None,
     **machine: Any,
 ) -> AsyncIterator[World]:
     """make: builds an environment; None: the configuration names it. Every group is kept. What is left at the end is checked."""
@@ -178,7 +179,7 @@ async def world(
             settings, host=opened, engine=engine, dialogue=build_dialogue_format(settings.dialogue, tokenizer), seed=settings.seed
         )
         shell = LocalShell(
-            scheduler=Scheduler(machine_config, filters),
+            scheduler=Scheduler(machine_config, filters, gate=gate),
             source=EpisodeTasks(settings.domain, manager.num_env_groups, seed=settings.seed),
             engine=engine,
             journal=ListJournal(),

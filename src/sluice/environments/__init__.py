@@ -29,7 +29,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sluice.environments.base import EnvFault, EnvInfo, Environment, EnvReset, EnvStep
-from sluice.environments.build import ENVIRONMENTS, build_environment, check_environment, environment_problems, read_config
+from sluice.environments.build import (
+    ENVIRONMENTS,
+    build_environment,
+    check_environment,
+    environment_problems,
+    read_config,
+    step_limit,
+)
 from sluice.environments.gymnasium_adapter import GymnasiumEnvironment
 from sluice.environments.inline import InlineRunner
 from sluice.environments.monitor import EnvMonitor, HungCall
@@ -66,6 +73,7 @@ __all__ = [
     "environment_problems",
     "episode_seed",
     "read_config",
+    "step_limit",
 ]
 
 

@@ -78,6 +78,13 @@ def environment_problems(config: EnvironmentConfig, path: KeyPath) -> list[Probl
     return [Problem(path=(*path, problem[0]), message=problem[1])] if problem else []
 
 
+def step_limit(config: EnvironmentConfig) -> int | None:
+    """Environment steps after which its episodes end, where that is known: by `max_steps`, or by the settings of a kind with a name."""
+    settings = ENVIRONMENTS.get(config.type)
+    own = None if settings is None else settings(**config.args).step_limit()
+    return min([limit for limit in (own, config.max_steps) if limit is not None], default=None)
+
+
 def preload(config: EnvironmentConfig) -> None:
     """Import, in the process from which workers are forked, what the environment needs; nothing is built there."""
     settings = ENVIRONMENTS.get(config.type)

@@ -150,3 +150,7 @@ class FrozenLakeSettings(EnvironmentSettings):
     def build(self) -> Environment:
         """Make it."""
         return FrozenLake(self)
+
+    def step_limit(self) -> int | None:
+        """`max_steps`."""
+        return self.max_steps

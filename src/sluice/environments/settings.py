@@ -28,6 +28,10 @@ class EnvironmentSettings(Section):
     def preload(self) -> None:
         """Import what the environment needs. Called once, in the process from which workers are forked."""
 
+    def step_limit(self) -> int | None:
+        """Environment steps after which an episode ends. None: there is no such number."""
+        return None
+
     def check(self) -> tuple[KeyPath, str] | None:
         """What is wrong with the arguments beyond their types, as (path of the argument, message); None: nothing."""
         return None

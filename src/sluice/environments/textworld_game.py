@@ -84,6 +84,10 @@ class TextWorldSettings(EnvironmentSettings):
         """Make it."""
         return TextWorldGame([Path(file) for file in self.files], max_steps=self.max_steps)
 
+    def step_limit(self) -> int | None:
+        """`max_steps`."""
+        return self.max_steps
+
     def preload(self) -> None:
         """Import textworld."""
         import textworld  # noqa: F401

@@ -49,6 +49,9 @@ class Player(Protocol):
         What the engine samples for it afterwards goes to `Shell.late`.
         """
 
+    def steer(self, order: ev.StopMember | ev.HoldMember | ev.ReleaseMember) -> None:
+        """Stop, hold or release an attempt that takes turns. One that is not being played any more is left alone."""
+
     def in_flight(self) -> Mapping[int, int]:
         """Attempts being played -> tokens sampled for each so far."""
 

@@ -83,6 +83,10 @@ class ResponsePlayer:
             handle.cancel()
         return counted
 
+    def steer(self, order: ev.StopMember | ev.HoldMember | ev.ReleaseMember) -> None:
+        """Nobody steers a single response: it takes no turns."""
+        raise TypeError(f"expected an attempt that takes turns, got a single response: {order!r}")
+
     def in_flight(self) -> dict[int, int]:
         """Attempts being played -> tokens sampled for each so far."""
         return {attempt_id: response.handle.sampled_tokens for attempt_id, response in list(self._responses.items())}

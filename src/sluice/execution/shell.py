@@ -289,6 +289,8 @@ class LocalShell:
                 self.source.put_back(instruction.task.task_id, instruction.epoch)
             case ev.CancelMember():
                 return self._cancel(instruction.attempt_id)
+            case ev.StopMember() | ev.HoldMember() | ev.ReleaseMember():
+                self._player.steer(instruction)
             case ev.DeliverBatch():
                 self._filling = 0
                 if self._batch is not None and not self._batch.done():

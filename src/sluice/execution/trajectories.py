@@ -7,6 +7,7 @@ Backpressure:
 | an attempt | a seat | one that is given back, a cancel |
 | | its environment | the answer, the environment's own limits, `dialogue.timeout_s`, a cancel |
 | | the engine | its generation, `dialogue.timeout_s`, a cancel |
+| | its siblings, where it is held | a release, a stop, a cancel |
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from sluice.config.agentic import AgenticConfig
-from sluice.environments import episode_seed
+from sluice.environments import EnvStep, episode_seed
 from sluice.execution.dialogue import DialogueFormat
 from sluice.execution.players import Shell
 from sluice.execution.seats import Host, Seats
@@ -25,7 +26,7 @@ from sluice.execution.trajectory import Table, Trajectory
 from sluice.execution.trajectory_counts import TrajectoryCounts, times_of
 from sluice.generation.base import Engine, GenerationHandle
 from sluice.scheduler import events as ev
-from sluice.types import Failure, Rollout, Task
+from sluice.types import Failure, Rollout, Task, Turn
 
 ENV_GROUP: Final = "env_group"  # entries of a task that say which episode it is
 EPISODE: Final = "episode"
@@ -48,6 +49,7 @@ class TrajectoryPlayer:
             timeout_s=config.dialogue.timeout_s,
         )
         self.counts = TrajectoryCounts()
+        self.late_stops = 0  # of trajectories that had ended
         self.seed = seed
         self.temperature = config.engine.temperature
         self._loop = asyncio.get_running_loop()
@@ -59,6 +61,7 @@ class TrajectoryPlayer:
         self._shell = shell
         self._judges = shell.scheduler.config.on_member_failure == "judge"
         self._restarts = shell.scheduler.config.on_weight_update == "restart"
+        self._has_gate = shell.scheduler.gate is not None
 
     def launch(self, launch: ev.LaunchMember) -> Failure | None:
         """Begin an attempt, as soon as there is a seat."""
@@ -91,6 +94,17 @@ class TrajectoryPlayer:
         self._tasks[attempt_id].cancel()
         return tokens
 
+    def steer(self, order: ev.StopMember | ev.HoldMember | ev.ReleaseMember) -> None:
+        """Stop, hold or release an attempt. One that has ended is left alone; a stop that came too late is counted."""
+        playing = self._playing.get(order.attempt_id)
+        match order:
+            case ev.StopMember():
+                self.late_stops += playing is None or not playing[0].stop()
+            case ev.HoldMember() if playing is not None:
+                playing[0].hold()
+            case ev.ReleaseMember() if playing is not None:
+                playing[0].release()
+
     def in_flight(self) -> dict[int, int]:
         """Attempts being played -> tokens sampled for each so far."""
         return {attempt_id: trajectory.tokens for attempt_id, (trajectory, _) in list(self._playing.items())}
@@ -111,6 +125,7 @@ class TrajectoryPlayer:
             "rollout/playing": float(seats.taken),
             "rollout/waiting": float(seats.waiting),
             "rollout/idle_env_share": seats.idle_share,
+            **({"rollout/late_stops": float(self.late_stops)} if self.late_stops else {}),
         }
 
     # ------------------------------------------------------------ attempts
@@ -150,8 +165,27 @@ class TrajectoryPlayer:
         if sampled > rollout.sampled_tokens:  # of a turn that the time limit cut: it is no turn
             shell.tell(ev.LateTokens(attempt_id=attempt_id, sampled_tokens=sampled - rollout.sampled_tokens))
 
-    def _stepped(self, trajectory: Trajectory, action: str, observation: str) -> None:
-        self._shell.tell(ev.MemberStepped(trajectory.number, trajectory.env_steps, action, observation))
+    def _stepped(self, trajectory: Trajectory, turn: Turn, step: EnvStep, progress_before: float | None) -> None:
+        assert turn.action is not None, "an environment steps by an action"
+        if not self._has_gate:
+            self._shell.tell(ev.MemberStepped(trajectory.number, trajectory.env_steps, turn.action, turn.observation))
+            return
+        self._shell.tell(
+            ev.MemberStepped(
+                attempt_id=trajectory.number,
+                env_step=trajectory.env_steps,
+                action=turn.action,
+                observation=turn.observation,
+                reply=step.observation,
+                reward=trajectory.reward,
+                is_admissible=turn.is_admissible,
+                progress=trajectory.progress,
+                progress_before=progress_before,
+                logprob=float(turn.inference_logprobs.mean()) if len(turn.inference_logprobs) else None,
+                task_type=trajectory.task_type,
+                is_last=trajectory.is_over,
+            )
+        )
 
     def _let_go(self, trajectory: Trajectory, handle: GenerationHandle, counted: int) -> None:
         self._shell.late.expect(trajectory.number, handle, counted)
@@ -178,7 +212,7 @@ def rollout_of(trajectory: Trajectory, *, attempt_id: int, group_id: int, member
 
 def metrics_of(trajectory: Trajectory) -> Mapping[str, float]:
     """What one trajectory has to tell beside its reward. success, progress, admissible_share: only where its environment says so."""
-    engine_s, environment_s, seat_s, _ = times_of(trajectory)
+    engine_s, environment_s, seat_s, _, _ = times_of(trajectory)
     metrics = {
         "turns": float(len(trajectory.turns)),
         "env_steps": float(trajectory.env_steps),

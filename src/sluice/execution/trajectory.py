@@ -38,8 +38,11 @@ class Table:
     timeout_s: float | None  # of one trajectory, from the call that resets its environment; None: no limit
 
 
-Stepped = Callable[["Trajectory", str, str], None]
-"""Told after every step of the environment: the trajectory, the action, and the observation before it."""
+Stepped = Callable[["Trajectory", Turn, EnvStep, float | None], None]
+"""Told after every step of the environment: the trajectory, the turn, the environment's reply, and the progress before it.
+
+When the step ended the trajectory, `is_over` says so. Whoever is told may let it go, stop it or hold it before it returns.
+"""
 
 LetGo = Callable[["Trajectory", GenerationHandle, int], None]
 """Told of a generation that nobody waits for any more, just cancelled, and how many of its tokens are counted."""
@@ -48,14 +51,15 @@ LetGo = Callable[["Trajectory", GenerationHandle, int], None]
 class Trajectory:
     """One try, by one task: `play` it once, then read what became of it.
 
-    `let_go` ends it from outside; whoever calls it also cancels the task.
+    `let_go` ends it from outside; whoever calls it also cancels the task. `stop` makes it deliver what it has; `hold` and `release` keep it
+    from its next turn.
     """
 
     __slots__ = (
-        "_deadline", "_handle", "_is_expired", "_let_go", "_loop", "_runner", "_stepped", "_table", "_task", "_temperature", "_timer",
-        "admissible_actions", "cut_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure", "finish_reason", "flags",
-        "generating_s", "is_final", "is_let_go", "judged_actions", "number", "progress", "purpose", "reward", "sampled_tokens", "seed",
-        "started_at", "success", "task_type", "total_s", "turns", "version", "waiting_s",
+        "_barrier", "_deadline", "_handle", "_is_expired", "_is_told", "_let_go", "_loop", "_runner", "_stepped", "_table", "_task",
+        "_temperature", "_timer", "admissible_actions", "cut_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure",
+        "finish_reason", "flags", "generating_s", "held_s", "is_final", "is_let_go", "judged_actions", "number", "progress", "purpose",
+        "reward", "sampled_tokens", "seed", "started_at", "success", "task_type", "total_s", "turns", "version", "waiting_s",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +86,8 @@ class Trajectory:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the loop's clock; None: none yet
         self._is_expired = False
+        self._is_told = False  # somebody is being told of its step just now
+        self._barrier: asyncio.Future[None] | None = None  # resolves when it may take its next turn; None: it may
         self.number = number
         self.seed = seed
         self.env_seed = env_seed
@@ -110,6 +116,7 @@ class Trajectory:
         self.waiting_s = 0.0  # for a seat, or for a worker
         self.generating_s = 0.0
         self.environment_s = 0.0
+        self.held_s = 0.0  # kept from its next turn
         self.total_s = 0.0
 
     # ------------------------------------------------------------ from outside
@@ -124,6 +131,31 @@ class Trajectory:
         """Whether more than one set of weights sampled its tokens."""
         turns = self.turns
         return any(turn.token_versions is not None or turn.policy_version != turns[0].policy_version for turn in turns)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or has nothing to do but end."""
+        return self.finish_reason is not None or self.failure is not None
+
+    def stop(self) -> bool:
+        """End it at once, as futile, with the reward so far. False: it is over already, or has not taken a step."""
+        if self.is_over or self._is_expired or not self.env_steps:
+            return False
+        self.finish_reason = "stopped_futile"
+        if not self._is_told and self._task is not None:
+            self._task.cancel()
+        return True
+
+    def hold(self) -> None:
+        """Keep it from its next turn."""
+        if self._barrier is None:
+            self._barrier = self._loop.create_future()
+
+    def release(self) -> None:
+        """It may take its next turn."""
+        barrier, self._barrier = self._barrier, None
+        if barrier is not None and not barrier.done():
+            barrier.set_result(None)
 
     def let_go(self) -> int:
         """It is not wanted any more: count its tokens and end its dialogue. Its seat is free as soon as its task sees the cancel."""
@@ -150,9 +182,11 @@ class Trajectory:
                     self._timer = loop.call_later(self._table.timeout_s, self._look_at_clock)
                 await self._take_turns(runner)
             except asyncio.CancelledError:
-                if not self._is_expired or self.is_let_go or (self._task is not None and self._task.uncancel()):
+                is_own = self._is_expired or self.finish_reason == "stopped_futile"
+                if not is_own or self.is_let_go or (self._task is not None and self._task.uncancel()):
                     raise
-                self._time_out()
+                if self._is_expired:
+                    self._time_out()
             finally:
                 if self._timer is not None:
                     self._timer.cancel()
@@ -172,13 +206,12 @@ class Trajectory:
         observation, info = reset.observation, reset.info
         self._note(info)
         prompt_ids = dialogue.opening(observation, info, max_turns)
-        left = table.sequence_length
+        left = table.sequence_length - len(prompt_ids)
+        if left < 1:
+            self._out_of_tokens(len(prompt_ids))
+            return
         while True:
             number = len(self.turns)
-            left -= len(prompt_ids)
-            if left < 1:
-                self._out_of_tokens(len(prompt_ids))
-                return
             limit = min(most, left)
             generation = await self._generate(prompt_ids, limit, number)
             if generation is None:
@@ -200,21 +233,20 @@ class Trajectory:
                     step = await runner.step(action)
                 finally:
                     self.environment_s += self._loop.time() - called_at
-            self.turns.append(
-                Turn(
-                    prompt_ids=prompt_ids,
-                    token_ids=generation.token_ids,
-                    inference_logprobs=generation.inference_logprobs,
-                    text=text,
-                    finish_reason=generation.finish_reason,
-                    policy_version=generation.policy_version,
-                    token_versions=generation.token_versions,
-                    observation=observation,
-                    action=action,
-                    is_admissible=is_admissible,
-                    reward=step.reward if isinstance(step, EnvStep) else None,
-                )
+            turn = Turn(
+                prompt_ids=prompt_ids,
+                token_ids=generation.token_ids,
+                inference_logprobs=generation.inference_logprobs,
+                text=text,
+                finish_reason=generation.finish_reason,
+                policy_version=generation.policy_version,
+                token_versions=generation.token_versions,
+                observation=observation,
+                action=action,
+                is_admissible=is_admissible,
+                reward=step.reward if isinstance(step, EnvStep) else None,
             )
+            self.turns.append(turn)
             if step is None:
                 self.finish_reason = "length"  # the sequence is full in the middle of a turn
                 return
@@ -223,24 +255,44 @@ class Trajectory:
                 return
             self.env_steps += 1
             self.reward += step.reward
-            assert action is not None
-            if self._stepped is not None:
-                self._stepped(self, action, observation)
-                if self.is_let_go:
-                    return
+            progress = self.progress
             observation, info = step.observation, step.info
             self._note(info)
+            turns_left = None if max_turns is None else max_turns - len(self.turns)
             if step.terminated:
                 self.finish_reason = "completed"
-                return
-            turns_left = None if max_turns is None else max_turns - len(self.turns)
-            if step.truncated or turns_left == 0:
+            elif step.truncated or turns_left == 0:
                 self.finish_reason = "max_turns"
-                return
-            if self._deadline is not None and self._loop.time() >= self._deadline:  # nothing it waited for let the clock be looked at
+            elif self._deadline is not None and self._loop.time() >= self._deadline:  # nothing it waited for let the clock be looked at
                 self._time_out()
+            else:
+                after = generation.token_ids
+                prompt_ids = dialogue.reply(observation, info, turn=len(self.turns) + 1, turns_left=turns_left, after=after)
+                left -= len(prompt_ids)
+                if left < 1:
+                    self._out_of_tokens(len(prompt_ids))
+            if self._stepped is not None:
+                self._is_told = True
+                self._stepped(self, turn, step, progress)
+                self._is_told = False
+            if self.is_over:
                 return
-            prompt_ids = dialogue.reply(observation, info, turn=len(self.turns) + 1, turns_left=turns_left, after=generation.token_ids)
+            if self._barrier is not None:
+                await self._wait(self._barrier)
+
+    async def _wait(self, barrier: asyncio.Future[None]) -> None:
+        """Until it may take its next turn. Waits for `release`; unblocked by it, by a stop and by a cancel. Its time limit stands still."""
+        since = self._loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await barrier
+        finally:
+            waited = self._loop.time() - since
+            self.held_s += waited
+        if self._deadline is not None:
+            self._deadline += waited
+            self._timer = self._loop.call_at(self._deadline, self._look_at_clock)
 
     async def _reset(self, runner: Runner) -> EnvReset | EnvFault:
         called_at = self._loop.time()
@@ -339,7 +391,7 @@ class Trajectory:
             self._deadline = now - (time.monotonic() - running.since) + self._table.timeout_s
         if now < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._look_at_clock)
-        elif self._task is not None:
+        elif self._task is not None and not self.is_over:
             self._is_expired = True
             self._task.cancel()
 

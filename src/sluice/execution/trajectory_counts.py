@@ -6,7 +6,7 @@ from collections import Counter
 
 from sluice.execution.trajectory import Trajectory
 
-TIMES = ("engine", "environment", "seat", "own")  # where the time of a trajectory goes; their shares sum to 1
+TIMES = ("engine", "environment", "seat", "barrier", "own")  # where the time of a trajectory goes; their shares sum to 1
 
 
 class TrajectoryCounts:
@@ -53,7 +53,10 @@ class TrajectoryCounts:
         return out
 
 
-def times_of(one: Trajectory) -> tuple[float, float, float, float]:
-    """Seconds in the engine, in the environment, waiting for a seat or a worker, and in code of our own: together its whole time."""
-    own = max(0.0, one.total_s - one.generating_s - one.environment_s - one.waiting_s)  # not below 0 by rounding
-    return one.generating_s, one.environment_s, one.waiting_s, own
+def times_of(one: Trajectory) -> tuple[float, float, float, float, float]:
+    """Seconds in the engine, in the environment, waiting for a seat or a worker, for a decision of the gate, and in code of our own.
+
+    Together they are its whole time.
+    """
+    own = max(0.0, one.total_s - one.generating_s - one.environment_s - one.waiting_s - one.held_s)  # not below 0 by rounding
+    return one.generating_s, one.environment_s, one.waiting_s, one.held_s, own

@@ -110,8 +110,10 @@ class GateKeeper:
         if (group := self._groups.get(group_key)) is not None:
             group.task_type = task_type
 
-    def observe(self, group_key: Hashable, member: Hashable, env_step: int, action: Hashable, observation: Any = None) -> None:
-        """A member took an environment step: 1 for its first; `observation` is what it saw before it."""
+    def observe(
+        self, group_key: Hashable, member: Hashable, env_step: int, action: Hashable, observation: Any = None, **more: Any
+    ) -> None:
+        """A member took an environment step: 1 for its first; `observation` is what it saw before it. `more` is what other keepers read."""
         group = self._groups.get(group_key)
         if group is None:
             return

@@ -47,6 +47,7 @@ class MemberStepped(NamedTuple):
     is_admissible: bool | None = None  # whether the action was among the commands that would do something; None: nobody says
     progress: float | None = None  # as the environment says, and
     progress_before: float | None = None  # before the action; None: it does not say
+    logprob: float | None = None  # mean log-prob of the tokens with which the policy chose the action
     task_type: str | None = None  # kind of problem; None: it does not say
     is_last: bool = False  # the trajectory ends with it: how is told next
 

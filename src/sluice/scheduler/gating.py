@@ -34,8 +34,20 @@ class GroupKeeper(Protocol):
     def task_type_known(self, group_key: Hashable, task_type: str | None) -> None:
         """Its environment said what kind of problem it has."""
 
-    def observe(self, group_key: Hashable, member: Hashable, env_step: int, action: Hashable, observation: Any = None) -> None:
-        """A member took an environment step: 1 for its first; `observation` is what it saw before it."""
+    def observe(
+        self,
+        group_key: Hashable,
+        member: Hashable,
+        env_step: int,
+        action: Hashable,
+        observation: Any = None,
+        *,
+        reply: Any = None,
+        is_admissible: bool | None = None,
+        progress: float | None = None,
+        logprob: float | None = None,
+    ) -> None:
+        """A member took an environment step: 1 for its first; `observation` is what it saw before it, the others as in `MemberStepped`."""
 
     def member_ended(
         self, group_key: Hashable, member: Hashable, reward: Any = None, comparable: bool = True, *, is_replaced: bool = True
@@ -154,7 +166,17 @@ class MachineGate:
         if groups is None:
             return None
         key = _key(group)
-        groups.observe(key, place, event.env_step, event.action, event.observation)
+        groups.observe(
+            key,
+            place,
+            event.env_step,
+            event.action,
+            event.observation,
+            reply=event.reply,
+            is_admissible=event.is_admissible,
+            progress=event.progress,
+            logprob=event.logprob,
+        )
         return None if event.is_last else groups.decision(key)  # how it ends is told next, and may matter
 
     @_timed

@@ -96,6 +96,10 @@ class HouseholdSettings(EnvironmentSettings):
         """Make it."""
         return HouseholdEnvironment(self)
 
+    def step_limit(self) -> int | None:
+        """`max_steps`."""
+        return self.max_steps
+
     def needed(self) -> tuple[str, ...]:
         """The twin needs nothing."""
         return self.needs_engine if self.engine == "alfworld" else ()
