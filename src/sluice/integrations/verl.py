@@ -228,9 +228,9 @@ def decide(
 ) -> Verdict | None:
     """The gate's verdict on the members of a running group: `AgentLoopOutput`s, or whatever has `extra_fields` and `reward_score`.
 
-    `actions` (and `observations`) name the entries of `extra_fields` in which an agent loop notes what it did (and saw), step by step. A member
-    whose entry is None or missing is not compared. `rewards`: whether a `reward_score` says that its member has finished; leave it out in a
-    replay of finished groups. None: no decision, the group runs on. Raises `GateError` for what cannot be compared.
+    `actions` (and `observations`) name the entries of `extra_fields` in which an agent loop notes what it did (and saw), step by step. A
+    member whose entry is None or missing is not compared. `rewards`: whether a `reward_score` says that its member has finished; leave it
+    out in a replay of finished groups. None: no decision, the group runs on. Raises `GateError` for what cannot be compared.
     """
     fields = [_extra(output) for output in outputs]
     return gate.decide(

@@ -4,6 +4,7 @@
 - `trainer.py`: `DynamicSamplingGRPOTrainer`, and the mixin for trainers that are subclasses of TRL's
 - `rollout.py`: `DynamicRollout`, the same as a `rollout_func` for a GRPOTrainer whose class cannot be changed
 - `sampler.py`: fills generation batches by the scheduler's rounds, in every process alike
+- `correction.py`: the train-infer correction on a generation batch
 - `prompts.py`: in which order prompts are drawn; `rows.py`: completions as records, from TRL and back to it
 """
 

@@ -11,7 +11,7 @@ same data in the same order (`prompts.py`), since the loader cannot be asked for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,9 @@ from typing import Any, Final
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.errors import ConfigError, RecordError, TrainerError
+from sluice.integrations.trl.correction import check_correction, correct, loss_mask
 from sluice.integrations.trl.rows import Generated, Row, join_rows, split_rows
 from sluice.integrations.trl.sampler import BatchSampler, Chosen, Watch, logger
 from sluice.integrations.trl.settings import DynamicSampling
@@ -36,19 +38,29 @@ class DynamicSamplingMixin:
 
     Args:
         dynamic_sampling: what is dropped, what replaces it, and where that ends; None: the default, which replaces groups without spread.
+        train_infer_correction: what is done about tokens to which trainer and sampler give different probabilities, as in a recipe; needs a
+            sampler that reports log-probs (vLLM, or a rollout function). None: nothing.
 
     Raises:
         ConfigError: the settings cannot be, or cannot be together with the trainer's. Before anything is sampled.
         ResampleError: from `train()`, when a batch cannot be filled within its bounds.
     """
 
-    def __init__(self, *args: Any, dynamic_sampling: DynamicSampling | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dynamic_sampling: DynamicSampling | None = None,
+        train_infer_correction: TrainInferCorrectionConfig | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._capturing = False
         self._replayed: _Replay | None = None
+        self._is_empty = False  # whether the correction has left nothing of the batch in the loss
         super().__init__(*args, **kwargs)
         trainer: Any = self
         settings = dynamic_sampling or DynamicSampling()
-        check_settings(trainer, settings)
+        self.train_infer_correction = check_correction(trainer, train_infer_correction)
+        check_settings(trainer, settings, rejects=bool(self.train_infer_correction and self.train_infer_correction.enabled_filters))
         self.dynamic_sampling = settings
         self.batch_sampler = BatchSampler(
             trainer, settings, _Capture(self), reward_names=trainer.reward_func_names, reward_weights=trainer.reward_weights
@@ -71,7 +83,8 @@ class DynamicSamplingMixin:
         rows = chosen.rows[share]
         with self._replay(chosen, rows):
             output: dict[str, Any] = super()._generate_and_score_completions([_entry(row, trainer) for row in rows])  # type: ignore[misc]
-        self._neutralise(output, chosen, rows)
+        self._is_empty = False
+        self._finish(output, chosen, rows)
         tell(trainer, chosen)
         return output
 
@@ -106,18 +119,33 @@ class DynamicSamplingMixin:
             self._replayed = None
             trainer.environment_factories = factories
 
-    def _neutralise(self, output: dict[str, Any], chosen: Chosen, rows: list[Row]) -> None:
-        """Rows that only fill a place leave the loss and whatever it is divided by."""
+    def _finish(self, output: dict[str, Any], chosen: Chosen, rows: list[Row]) -> None:
+        """Rows that only fill a place, and what the correction rejects, leave the loss and whatever it is divided by."""
         trainer: Any = self
-        if not chosen.neutral_rows:
+        gather, device = trainer.accelerator.gather, output["completion_mask"].device
+        if chosen.neutral_rows:
+            is_real = torch.tensor([not row.is_neutral for row in rows], device=device).unsqueeze(1)
+            output["tool_mask"] = output.get("tool_mask", torch.ones_like(output["completion_mask"])) * is_real
+        if self.train_infer_correction is not None:
+            rejected, found = correct(trainer, output, self.train_infer_correction, self.batch_sampler.total(chosen.rows))
+            chosen.metrics.update(found)
+            left_out = chosen.neutral_rows + int(gather(rejected).sum())
+        else:
+            left_out = chosen.neutral_rows
+        if not chosen.neutral_rows and self.train_infer_correction is None:
             return
-        mask = output["completion_mask"]
-        is_real = torch.tensor([not row.is_neutral for row in rows], device=mask.device).unsqueeze(1)
-        output["tool_mask"] = output.get("tool_mask", torch.ones_like(mask)) * is_real
-        tokens = (mask * output["tool_mask"]).sum()
-        output["num_items_in_batch"] = trainer.accelerator.gather(tokens).sum()
-        if trainer.loss_type in ROW_MEANS:
-            output["loss_scale"] = torch.tensor(len(chosen.rows) / (len(chosen.rows) - chosen.neutral_rows), device=mask.device)
+        output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
+        self._is_empty = not output["num_items_in_batch"]
+        trained = len(chosen.rows) - left_out
+        if left_out and trained and trainer.loss_type in ROW_MEANS:
+            output["loss_scale"] = torch.tensor(len(chosen.rows) / trained, device=device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """As TRL's; a batch without a single loss token leaves all gradients None, so that the optimiser moves nothing."""
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if self._is_empty:
+            model.zero_grad(set_to_none=True)
+        return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
@@ -227,14 +255,15 @@ def take_logs(trainer: Any, rows: list[Row]) -> None:
     trainer._pending_extra_logs.clear()
 
 
-def check_settings(trainer: Any, settings: DynamicSampling) -> None:
-    """Raise `ConfigError` for settings that do not go together with the trainer's."""
-    may_be_short = settings.on_exhausted != "raise" or settings.min_members is not None
-    if may_be_short and trainer.loss_type not in ROW_MEANS | TOKEN_MEANS:
+def check_settings(trainer: Any, settings: DynamicSampling, *, rejects: bool = False) -> None:
+    """Raise `ConfigError` for settings that do not go together with the trainer's. rejects: whether a correction may take rows out."""
+    causes = [f"on_exhausted {settings.on_exhausted!r}"] * (settings.on_exhausted != "raise")
+    causes += ["min_members"] * (settings.min_members is not None) + ["a correction with filters"] * rejects
+    if causes and trainer.loss_type not in ROW_MEANS | TOKEN_MEANS:
         raise ConfigError(
-            f"DynamicSampling: on_exhausted {settings.on_exhausted!r} and min_members can leave a batch short, which "
-            f"loss_type {trainer.loss_type!r} cannot be divided by: it is a mean over each micro batch - use on_exhausted='raise' without "
-            f"min_members, or a loss_type out of {sorted(ROW_MEANS | TOKEN_MEANS)}"
+            f"DynamicSampling: {' and '.join(causes)} can leave rows out of a batch, which loss_type {trainer.loss_type!r} cannot be "
+            "divided by: it is a mean over each micro batch - use on_exhausted='raise' without min_members and such filters, or a "
+            f"loss_type out of {sorted(ROW_MEANS | TOKEN_MEANS)}"
         )
 
 
