@@ -5,22 +5,23 @@ Rows are taken a stretch at a time, so that memory stays a few arrays of the siz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from sluice.config.correction import LEVELS, IsWeightConfig, Level
-from sluice.correction.levels import MOST_LOG, Divergence, diverge, ratio_of
-from sluice.correction.metrics import ROWS, TOKENS, CorrectionMetrics
-from sluice.correction.settings import KINDS, Bands, Kind, read_settings
+from sluice.config.correction import IsWeightConfig, Level
+from sluice.correction.levels import Divergence, Runs, Tokens, of_tokens, ratio_of, runs_of
+from sluice.correction.metrics import PASSED, SUMS, CorrectionMetrics, passed_by
+from sluice.correction.settings import KINDS, Bands, read_settings
 from sluice.errors import CorrectionError
 
 STRETCH: Final = 1 << 18  # tokens looked at together on a CPU: about twelve arrays of 1 MB, which stay near the processor
 STRETCH_ON_DEVICE: Final = 1 << 24  # elsewhere, where each call costs more than its work
 
-Sums = dict[str, Tensor]
+ROW_LEVELS: Final[tuple[Level, ...]] = ("geometric", "sequence")
 
 
 def compute_train_infer_correction(
@@ -63,8 +64,6 @@ def compute_train_infer_correction(
     """
     config = read_settings(cfg)
     mask = check_tensors(response_mask, old_logprobs, inference_logprobs)
-    dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
-    bands = Bands.of(config.enabled_filters if apply_filters else (), dtype)
     weight = config.weight
     has_gradient = (
         weight.enabled
@@ -72,33 +71,23 @@ def compute_train_infer_correction(
         and torch.is_grad_enabled()
         and (old_logprobs.requires_grad or inference_logprobs.requires_grad)
     )
-    rows, width = mask.shape
-    may_look = mask.device.type == "cpu" and not has_gradient
-    step = max(1, rows if has_gradient else (STRETCH if mask.device.type == "cpu" else STRETCH_ON_DEVICE) // max(width, 1))
-    filter_mask = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-    is_weight = (torch.empty if weight.enabled else torch.ones)(mask.shape, dtype=dtype, device=mask.device)
-    total: Sums = {}
+    dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
+    tokens = _Tokens(mask, dtype, Bands.of(config.enabled_filters if apply_filters else (), dtype), weight)
     with torch.set_grad_enabled(has_gradient):
-        for start in range(0, rows if width else 0, step):
-            at = slice(start, start + step)
-            part = mask[at].bool()
-            old, inference = old_logprobs[at].to(dtype), inference_logprobs[at].to(dtype)
-            divergence = diverge(part, old, inference, may_look=may_look)
-            weights = _weights(divergence, weight)
-            with torch.no_grad():
-                verdict = _judge(divergence, bands)
-                sums = _measure(divergence, verdict, weights)
-                torch.bitwise_xor(part, verdict.kept, out=filter_mask[at]).logical_not_()
-                total = {name: total[name] + value for name, value in sums.items()} if total else sums
-            if weights is not None:
-                if has_gradient:
-                    is_weight = weights.values  # of all rows
-                else:
-                    is_weight[at] = weights.values
-    if not total:
-        total = dict.fromkeys((*_names(weight), TOKENS, ROWS), torch.zeros((), dtype=torch.float64, device=mask.device))
-    sums_read = torch.stack([value.double() for value in total.values()])
-    return is_weight, filter_mask, CorrectionMetrics(tuple(total), sums_read, tokens=global_valid_tokens, rows=global_valid_samples)
+        for at in _stretches(mask, whole=has_gradient):
+            tokens.look_at(at, old_logprobs[at].to(dtype), inference_logprobs[at].to(dtype), has_gradient=has_gradient)
+        if not tokens.runs:  # not a single place for a token
+            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=mask.device)
+            return tokens.is_weight, tokens.kept, CorrectionMetrics(sums, has_weight=weight.enabled)
+        divergence = Divergence.of(Runs.join(tokens.runs), torch.cat(tokens.log_ratios), torch.cat(tokens.diffs))
+        weights = _weights(divergence, weight, tokens)
+        with torch.no_grad():
+            verdict = _judge(divergence, tokens)
+            found = _measure(divergence, verdict, weights, tokens)
+            filter_mask = verdict.kept.bitwise_xor_(tokens.mask).bitwise_not_()
+    sums = torch.stack([found[name].double() for name in SUMS])
+    metrics = CorrectionMetrics(sums, has_weight=weight.enabled, tokens=global_valid_tokens, rows=global_valid_samples)
+    return weights.values, filter_mask, metrics
 
 
 # ---------------------------------------------------------------- input
@@ -173,47 +162,148 @@ def _type(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
+# ---------------------------------------------------------------- tokens, a stretch at a time
+
+
+def _stretches(mask: Tensor, *, whole: bool) -> Iterator[slice]:
+    rows, width = mask.shape
+    if rows and width:
+        at_once = STRETCH if mask.device.type == "cpu" else STRETCH_ON_DEVICE
+        step = rows if whole else max(1, at_once // width)
+        yield from (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _answers_at_once(tensor: Tensor) -> bool:
+    """Whether its numbers can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+class _Tokens:
+    """What single tokens say, and the sums over runs that the other levels are made of."""
+
+    def __init__(self, mask: Tensor, dtype: torch.dtype, bands: Bands, weight: IsWeightConfig) -> None:
+        """mask: [B, T - 1] of any type."""
+        self._given = mask
+        self.mask = mask if mask.dtype == torch.bool else torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+        self.bands = bands
+        self._weight = weight
+        is_filled = weight.enabled and weight.weight_type == "token"
+        self.is_weight = (torch.empty if is_filled else torch.ones)(mask.shape, dtype=dtype, device=mask.device)
+        self.kept = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)  # after `look_at`: what the filters of tokens leave
+        self.stays: list[Tensor] = []  # [R] bool each: rows without a fault; what else is here is one tensor for each stretch
+        self.vetoed: list[Tensor] = []  # [R] bool each: rows that no token takes out
+        self.runs: list[Runs] = []
+        self.log_ratios: list[Tensor] = []  # [K] sums over runs
+        self.diffs: list[Tensor] = []
+        self.ratios: list[Tensor] = []  # [R] sums over rows
+        self.counted: dict[str, list[Tensor]] = {}  # name of a sum -> [] each
+
+    def look_at(self, at: slice, old: Tensor, inference: Tensor, *, has_gradient: bool) -> None:
+        """Take in some rows. Reads numbers in between where that costs nothing."""
+        may_look = not has_gradient and _answers_at_once(old)
+        mask = self.mask[at]
+        if self._given is not self.mask:
+            mask.copy_(self._given[at].bool())
+        tokens, runs = of_tokens(mask, old, inference, may_look=may_look), runs_of(mask, may_look=may_look)
+        self.runs.append(runs)
+        self.log_ratios.append(runs.sums(tokens.exact, exactly=True, may_look=may_look))
+        self.diffs.append(runs.sums(tokens.diff, exactly=False, may_look=may_look))
+        self._judge(tokens, self.kept[at])
+        if self._weight.enabled and self._weight.weight_type == "token":
+            self._weigh(tokens, at, has_gradient=has_gradient)
+        with torch.no_grad():
+            ratio = tokens.ratio * tokens.weight if has_gradient else tokens.ratio.mul_(tokens.weight)  # not looked at any more
+            self.ratios.append(ratio.sum(1).double())
+            self._count(squares=tokens.squares, nan_tokens=tokens.nan_tokens, clamped=tokens.clamped)
+            if tokens.is_sound is not None:
+                self.stays.append(tokens.is_sound)
+            else:
+                self.stays.append(torch.ones(len(mask), dtype=torch.bool, device=mask.device))
+
+    def total(self, name: str) -> Tensor:
+        """One of the sums over all rows. []"""
+        return torch.stack(self.counted[name]).double().sum()
+
+    def _count(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.counted.setdefault(name, []).append(value)
+
+    def _weigh(self, tokens: Tokens, at: slice, *, has_gradient: bool) -> None:
+        bound, of_token = self._weight.upper_bound, tokens.weight.flatten()
+        cut = tokens.ratio if bound is None else tokens.ratio.clamp(max=bound)
+        with torch.no_grad():
+            self._count(weight=torch.dot(cut.flatten(), of_token))
+        if has_gradient:
+            self.is_weight = cut  # of all rows
+            cut = cut.detach().clone()
+        else:
+            self.is_weight[at] = cut
+        if bound is not None:
+            with torch.no_grad():  # as 1 and 0 in place: comparing into bool takes several times as long
+                self._count(unclipped=torch.dot(cut.eq_(tokens.ratio).flatten(), of_token))
+
+    @torch.no_grad()
+    def _judge(self, tokens: Tokens, kept: Tensor) -> None:
+        inside: Tensor | None = None
+        vetoes: list[Tensor] = []
+        of_row = tokens.weight.sum(1)
+        for kind in KINDS:
+            unit, veto = self.bands.unit.get(("token", kind)), self.bands.veto.get(("token", kind))
+            values = tokens.log_ratio if kind == "ratio" else tokens.diff
+            passed = of_row
+            if unit is not None:
+                passes = unit.weights(values)
+                passed = passes.sum(1)
+                if unit.holds_nothing_different:  # then it holds all tokens outside the mask as well
+                    passed = passed + of_row - passes.shape[1]
+                inside = passes if inside is None else inside.mul_(passes)
+            if veto is not None:
+                vetoes.append((veto.weights(values) * tokens.weight).sum(1) == of_row)
+                passed = passed * vetoes[-1]
+            if unit is not None or veto is not None:
+                self._count(**{passed_by("token", kind): passed.double().sum()})
+        if inside is None:
+            kept.copy_(tokens.mask)
+        else:
+            torch.bitwise_and(tokens.mask, inside.bool(), out=kept)
+        if vetoes:
+            self.vetoed.append(vetoes[0] if len(vetoes) == 1 else vetoes[0] & vetoes[1])
+
+
 # ---------------------------------------------------------------- weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Importance weights of a stretch."""
+    """Importance weights."""
 
-    values: Tensor  # [R, T], or [R, 1] where the level is of whole rows
+    values: Tensor  # [B, T - 1]
     total: Tensor  # [] their sum over the tokens of the mask
     clipped: Tensor  # [] tokens of the mask whose ratio was above the bound
 
 
-def _weights(divergence: Divergence, config: IsWeightConfig) -> _Weights | None:
+def _weights(divergence: Divergence, config: IsWeightConfig, tokens: _Tokens) -> _Weights:
     if not config.enabled:
-        return None
-    level, bound = config.weight_type, config.upper_bound
-    tokens, runs = divergence.tokens, divergence.runs
-    if level == "token":
-        ratio, counts = tokens.ratio, tokens.weight
-    elif level == "segment":
-        ratio, counts = ratio_of(divergence.segment_log_ratio), runs.sizes
-    else:
-        ratio, counts = ratio_of(_row_log_ratio(divergence, level)), divergence.counts
+        nothing = torch.zeros((), device=tokens.is_weight.device)
+        return _Weights(values=tokens.is_weight, total=nothing, clipped=nothing)
+    if config.weight_type == "token":
+        values = tokens.is_weight.detach() if config.detach else tokens.is_weight
+        clipped = divergence.counts.new_zeros(()) if config.upper_bound is None else divergence.counts.sum() - tokens.total("unclipped")
+        return _Weights(values=values, total=tokens.total("weight"), clipped=clipped)
+    runs, bound, dtype = divergence.runs, config.upper_bound, tokens.is_weight.dtype
+    counts = runs.sizes if config.weight_type == "segment" else divergence.counts
+    ratio = ratio_of(divergence.log_ratio(config.weight_type))
     cut = ratio if bound is None else ratio.clamp(max=bound)
-    with torch.no_grad():
-        of_unit = counts.to(cut.dtype).flatten()
-        total = torch.dot(cut.flatten(), of_unit)
-        clipped = torch.zeros_like(total)
-        if bound is not None:
-            is_below = cut.clone().eq_(ratio)  # as 1 and 0; comparing into bool takes several times as long
-            clipped = divergence.counts.sum() - torch.dot(is_below.flatten(), of_unit)
-    dtype = tokens.ratio.dtype
-    if level == "segment":
-        cut = runs.to_tokens(cut.to(dtype), outside=1.0)
-    elif level != "token":
-        cut = cut.to(dtype)[:, None].expand(divergence.runs.shape)
-    return _Weights(values=cut.detach() if config.detach else cut, total=total, clipped=clipped)
-
-
-def _row_log_ratio(divergence: Divergence, level: Level) -> Tensor:
-    return divergence.geometric_log_ratio if level == "geometric" else divergence.sequence_log_ratio
+    of_tokens = cut.to(dtype)
+    if config.weight_type == "segment":
+        of_tokens = runs.to_tokens(of_tokens, outside=1.0)
+    else:
+        of_tokens = of_tokens[:, None].expand(runs.shape).contiguous()
+    return _Weights(
+        values=of_tokens.detach() if config.detach else of_tokens,
+        total=(cut.detach() * counts).sum(),
+        clipped=((ratio > cut) * counts).sum(),
+    )
 
 
 # ---------------------------------------------------------------- filters
@@ -221,120 +311,77 @@ def _row_log_ratio(divergence: Divergence, level: Level) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What stays of a stretch."""
+    """What stays in the loss."""
 
-    kept: Tensor  # [R, T] bool: tokens of the mask that stay in the loss
-    passed: dict[tuple[Level, Kind], Tensor]  # [] tokens that the filters of a level and kind let pass; all of them where it is missing
+    kept: Tensor  # [B, T - 1] bool: tokens of the mask that stay
+    passed: dict[str, Tensor]  # [] tokens that the filters of a level and kind let pass; all of them where it is missing
 
 
-def _judge(divergence: Divergence, bands: Bands) -> _Verdict:
-    tokens, runs, counts = divergence.tokens, divergence.runs, divergence.counts
-    rows: list[Tensor] = [] if tokens.is_sound is None else [tokens.is_sound]  # [R] bool each: which rows stay
+def _judge(divergence: Divergence, tokens: _Tokens) -> _Verdict:
+    runs, counts, bands = divergence.runs, divergence.counts, tokens.bands
+    rows = [torch.cat(tokens.stays)]  # [R] bool each: which rows stay
     segments: list[Tensor] = []  # [K] bool each
-    singles: list[Tensor] = []  # [R, T] 0 or 1 each
-    passed: dict[tuple[Level, Kind], Tensor] = {}
-    for level in LEVELS:
+    passed = {name: tokens.total(name) for name in tokens.counted if name in PASSED}
+    if tokens.vetoed:
+        rows.append(torch.cat(tokens.vetoed))
+    for kind in KINDS:
+        unit, veto = bands.unit.get(("segment", kind)), bands.veto.get(("segment", kind))
+        values = divergence.segment_log_ratio if kind == "ratio" else divergence.segment_diff
+        of_row = counts
+        if unit is not None:
+            segments.append(unit.contains(values))
+            of_row = runs.by_row(runs.sizes * segments[-1]).double()
+        if veto is not None:
+            rows.append(runs.by_row(runs.sizes * veto.contains(values)) == counts)
+            of_row = of_row * rows[-1]
+        if unit is not None or veto is not None:
+            passed[passed_by("segment", kind)] = of_row.sum()
+    for level in ROW_LEVELS:
         for kind in KINDS:
-            unit, veto = bands.unit.get((level, kind)), bands.veto.get((level, kind))
-            if unit is None and veto is None:
-                continue
-            values = _values(divergence, level, kind)
-            of_row = counts
-            if unit is not None and level == "token":
-                inside = unit.weights(values)
-                singles.append(inside)
-                if veto is None:
-                    passed[level, kind] = torch.dot(inside.flatten(), tokens.weight.flatten())
-                    continue
-                of_row = (inside * tokens.weight).sum(1).double()
-            elif unit is not None and level == "segment":
-                segments.append(unit.contains(values))
-                of_row = runs.by_row(runs.sizes * segments[-1]).double()
-            elif unit is not None:
-                rows.append(unit.contains(values))
-                of_row = counts * rows[-1]
-            if veto is not None and level == "token":
-                rows.append((veto.weights(values) * tokens.weight).sum(1) == counts)
-                of_row = of_row * rows[-1]
-            elif veto is not None:
-                rows.append(runs.by_row(runs.sizes * veto.contains(values)) == counts)
-                of_row = of_row * rows[-1]
-            passed[level, kind] = of_row.sum()
-    kept = tokens.mask
-    if singles:
-        kept = kept & (singles[0] if len(singles) == 1 else singles[0].mul_(singles[1])).bool()
-    stays = _all(rows)
+            unit = bands.unit.get((level, kind))
+            if unit is not None:
+                rows.append(unit.contains(divergence.log_ratio(level) if kind == "ratio" else divergence.diff(level)))
+                passed[passed_by(level, kind)] = (counts * rows[-1]).sum()
+    stays = torch.stack(rows).all(0)
+    kept = tokens.kept
     if segments:
-        of_runs = _all(segments if stays is None else [*segments, stays[runs.rows]])
-        assert of_runs is not None
-        kept = kept & runs.tokens_of(of_runs)
-    elif stays is not None:
-        kept = kept & stays[:, None]
+        kept &= runs.tokens_of(torch.stack([*segments, stays[runs.rows]]).all(0))
+    else:
+        kept &= stays[:, None]
     return _Verdict(kept=kept, passed=passed)
-
-
-def _values(divergence: Divergence, level: Level, kind: Kind) -> Tensor:
-    """What a filter of this level and kind compares: logarithms of ratios, or differences."""
-    tokens = divergence.tokens
-    if kind == "diff":
-        return tokens.diff if level == "token" else getattr(divergence, f"{level}_diff")
-    return tokens.log_ratio if level == "token" else getattr(divergence, f"{level}_log_ratio")
-
-
-def _all(conditions: list[Tensor]) -> Tensor | None:
-    """Where all of them hold; None: there is none."""
-    both: Tensor | None = None
-    for condition in conditions:
-        both = condition if both is None else both & condition
-    return both
 
 
 # ---------------------------------------------------------------- metrics
 
 
-def _measure(divergence: Divergence, verdict: _Verdict, weights: _Weights | None) -> Sums:
-    """What is added up over stretches, one number each."""
-    tokens, runs, counts = divergence.tokens, divergence.runs, divergence.counts
+def _measure(divergence: Divergence, verdict: _Verdict, weights: _Weights, tokens: _Tokens) -> dict[str, Tensor]:
+    """The sums behind the metrics."""
+    runs, counts = divergence.runs, divergence.counts
     has_tokens, divisor = counts > 0, counts.clamp(min=1)
-    in_row = verdict.kept.view(torch.int8).sum(1, dtype=torch.int32)  # tokens that stay
-    count = counts.sum()
-    log_ratio = divergence.sequence_log_ratio.sum()
-    ratio = (tokens.ratio * tokens.weight).sum(1).double()
-    of_segments = runs.by_row(runs.sizes * ratio_of(divergence.segment_log_ratio)) / divisor
+    kept = verdict.kept.view(torch.int8).sum(1, dtype=torch.int32)  # [R] tokens that stay
+    count, log_ratio, ratio = counts.sum(), divergence.sequence_log_ratio.sum(), torch.cat(tokens.ratios)
+    of_segments = runs.by_row(runs.sizes * ratio_of(divergence.segment_log_ratio))
     mean_diff = divergence.geometric_diff.sum()  # the mean over a row of token differences, and of those of its segments, is the same
-    sums: Sums = {
-        TOKENS: count,
-        ROWS: has_tokens.sum(),
+    return {
+        "tokens": count,
+        "rows": has_tokens.sum(),
         "ratio_token": (ratio / divisor).sum(),
-        "ratio_segment": of_segments.sum(),
+        "ratio_segment": (of_segments / divisor).sum(),
         "ratio_geometric": (ratio_of(divergence.geometric_log_ratio) * has_tokens).sum(),
         "ratio_sequence": (ratio_of(divergence.sequence_log_ratio) * has_tokens).sum(),
         "diff_token": mean_diff,
         "diff_segment": mean_diff,
         "diff_geometric": mean_diff,
         "diff_sequence": divergence.sequence_diff.sum(),
-    }
-    sums |= {f"passed_{level}_{kind}": verdict.passed.get((level, kind), count) for level in LEVELS for kind in KINDS}
-    sums |= {
-        "kept": in_row.sum(),
-        "rejected_rows": (has_tokens & (in_row == 0)).sum(),
+        **{name: verdict.passed.get(name, count) for name in PASSED},
+        "kept": kept.sum(),
+        "rejected_rows": (has_tokens & (kept == 0)).sum(),
         "k1": -log_ratio,
-        "k2": tokens.squares / 2,
+        "k2": tokens.total("squares") / 2,
         "k3": ratio.sum() - count - log_ratio,
-        "nan_tokens": tokens.nan_tokens,
-        "non_finite": count.new_zeros(()) if tokens.is_sound is None else (~tokens.is_sound).sum(),
-        "clamped": tokens.clamped,
+        "nan_tokens": tokens.total("nan_tokens"),
+        "non_finite": (~torch.cat(tokens.stays)).sum(),
+        "clamped": tokens.total("clamped"),
+        "weight": weights.total,
+        "clipped": weights.clipped,
     }
-    if weights is not None:
-        sums |= {"weight": weights.total, "clipped": weights.clipped}
-    return sums
-
-
-def _names(config: IsWeightConfig) -> list[str]:
-    """The sums of a batch without a token, which nothing adds to."""
-    of_levels = [f"{kind}_{level}" for kind in KINDS for level in LEVELS] + [f"passed_{level}_{kind}" for level in LEVELS for kind in KINDS]
-    others = ["kept", "rejected_rows", "k1", "k2", "k3", "nan_tokens", "non_finite", "clamped"]
-    return [*of_levels, *others, *(("weight", "clipped") if config.enabled else ())]
-
-
-__all__ = ["MOST_LOG", "check_tensors", "compute_train_infer_correction", "fit_mask"]

@@ -5,6 +5,8 @@ A run is a contiguous stretch of the mask within a row. Whatever is taken togeth
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sluice.config.correction import Level
+
 MOST_LOG: Final = 20.0  # logarithms are kept within this before exp: e^20 is 5e8, beyond any threshold, and far from overflow
+_LARGEST_P: Final = math.exp(MOST_LOG)  # what exp of a log-prob is taken for at most: beyond 1 it is none, and must only stay finite
 _LARGEST: Final = 1e30  # of a log ratio, in size: sums of such stay finite
 
 
@@ -24,7 +29,7 @@ class Tokens:
     mask: Tensor  # [R, T] bool
     weight: Tensor  # [R, T] the mask as 0 and 1, floating
     log_ratio: Tensor  # [R, T] old - inference, as it came
-    exact: Tensor  # [R, T] the same in float64, for sums: single huge ones may cancel
+    exact: Tensor  # [R, T] the same for sums: in float64 where single ones are so large that they may cancel each other
     ratio: Tensor  # [R, T] p_old / p_inference, from the log ratio within +-20
     diff: Tensor  # [R, T] p_old - p_inference
     is_sound: (
@@ -38,23 +43,21 @@ class Tokens:
 def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -> Tokens:
     """Compare two rows of log-probs. [R, T] each, floating and of one type.
 
-    may_look: whether numbers may be read in between, which costs nothing on a CPU; then what is usual takes a shorter way. Gradients flow
-    only along the other one.
+    may_look: whether numbers may be read in between, which only a CPU gives away for nothing; then what is usual takes a shorter way, along
+    which no gradient flows.
     """
     weight = mask.view(torch.int8).to(old.dtype)
     none = torch.zeros((), dtype=torch.int64, device=old.device)
     if may_look:
-        exact = old.to(torch.float64, copy=True).sub_(inference).mul_(weight)
-        log_ratio = exact.to(old.dtype)
-        low, high = log_ratio.aminmax()
-        if bool(low >= -MOST_LOG) and bool(high <= MOST_LOG):  # not with a NaN among them
-            ratio = log_ratio.exp()
-            p_inference = inference.clamp(max=MOST_LOG).exp_()
+        log_ratio = (old - inference).mul_(weight)
+        low, high = (one.item() for one in log_ratio.aminmax())
+        if low >= -MOST_LOG and high <= MOST_LOG and inference.amax().item() <= MOST_LOG:  # not with a NaN among them
+            ratio, p_inference = log_ratio.exp(), inference.exp()
             return Tokens(
                 mask=mask,
                 weight=weight,
                 log_ratio=log_ratio,
-                exact=exact,
+                exact=log_ratio,
                 ratio=ratio,
                 diff=(p_inference * ratio).sub_(p_inference),
                 is_sound=None,
@@ -66,20 +69,20 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
     is_bad = mask & ~(old.isfinite() & (inference.isfinite() | is_nan))
     usable = mask & ~is_nan & ~is_bad
     old, inference = torch.where(usable, old, 0.0), torch.where(usable, inference, 0.0)
-    exact = (old.double() - inference.double()).clamp(-_LARGEST, _LARGEST)
-    log_ratio = exact.to(old.dtype)
+    wide = (old.double() - inference.double()).clamp(-_LARGEST, _LARGEST)
+    log_ratio = wide.to(old.dtype)
     ratio, is_far = ratio_of(log_ratio), log_ratio.abs() > MOST_LOG
-    p_inference = inference.clamp(max=MOST_LOG).exp()
-    p_old = torch.where(is_far, old.clamp(max=MOST_LOG).exp(), p_inference * ratio)
+    p_inference = inference.exp().clamp(max=_LARGEST_P)
+    p_old = torch.where(is_far, old.exp().clamp(max=_LARGEST_P), p_inference * ratio)
     return Tokens(
         mask=mask,
         weight=weight,
         log_ratio=log_ratio,
-        exact=exact,
+        exact=torch.where(is_far, wide, log_ratio.double()),
         ratio=ratio,
         diff=p_old - p_inference,
         is_sound=~is_bad.any(1),
-        squares=exact.detach().square().sum(),
+        squares=wide.detach().square().sum(),
         nan_tokens=is_nan.sum(),
         clamped=is_far.sum(),
     )
@@ -87,16 +90,28 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The runs of a mask, row after row. Where their number may not be looked at, empty ones follow after the last."""
+    """The runs of a mask, row after row. Where their number may not be looked at, empty ones follow after the last of each stretch."""
 
-    lengths: Tensor  # [2 K + 1] tokens before the first run, in it, before the second, in it, ..., after the last: they sum to R T
-    sizes: Tensor  # [K] tokens of each run
+    starts: Tensor  # [K] first token of each, counted through all rows
+    sizes: Tensor  # [K] tokens
     rows: Tensor  # [K] the row it is in
-    starts: Tensor  # [K] its first token, counted through all rows
-    shape: torch.Size  # (R, T)
+    shape: tuple[int, int]  # (R, T)
 
-    def sums(self, values: Tensor) -> Tensor:
-        """The sum over each run. [R, T] -> [K] float64"""
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens before the first run, in it, before the second, in it, ..., after the last: they sum to R T. [2 K + 1]"""
+        edges = torch.stack([self.starts, self.starts + self.sizes], 1).flatten()
+        return pad(pad(edges, (1, 0)), (0, 1), value=self.shape[0] * self.shape[1]).diff()
+
+    def sums(self, values: Tensor, *, exactly: bool, may_look: bool) -> Tensor:
+        """The sum over each run of values that are 0 outside. [R, T] -> [K] float64
+
+        exactly: also where they cancel; else the sums may be taken in the type of the values.
+        """
+        if may_look:
+            return torch.from_numpy(
+                np.add.reduceat(values.numpy().ravel(), self.starts.numpy(), dtype=np.float64 if exactly else None)
+            ).double()
         return torch.segment_reduce(values.double().flatten(), "sum", lengths=self.lengths, unsafe=True)[1::2]
 
     def by_row(self, values: Tensor) -> Tensor:
@@ -105,70 +120,87 @@ class Runs:
 
     def to_tokens(self, values: Tensor, *, outside: float) -> Tensor:
         """Each token gets the value of its run. [K] -> [R, T]"""
-        spread = torch.full((len(self.lengths),), outside, dtype=values.dtype, device=values.device)
+        spread = torch.full((2 * len(values) + 1,), outside, dtype=values.dtype, device=values.device)
         spread[1::2] = values
-        return torch.repeat_interleave(spread, self.lengths, output_size=self.shape.numel()).view(self.shape)
+        return torch.repeat_interleave(spread, self.lengths, output_size=self.shape[0] * self.shape[1]).view(self.shape)
 
     def tokens_of(self, chosen: Tensor) -> Tensor:
         """The tokens of the chosen runs; several times faster than `to_tokens`. [K] bool -> [R, T] bool"""
-        change = torch.zeros(self.shape.numel() + 1, dtype=torch.int8, device=chosen.device)  # one more, for runs that end with the rows
-        change[self.starts] = chosen.to(torch.int8)
+        size = self.shape[0] * self.shape[1]
+        change = torch.zeros(size + 1, dtype=torch.int8, device=chosen.device)  # one more, for runs that end with the last row
+        change.index_add_(0, self.starts, chosen.to(torch.int8))
         change.index_add_(0, self.starts + self.sizes, -chosen.to(torch.int8))
         return change[:-1].cumsum(0, dtype=torch.int8).view(torch.bool).view(self.shape)
 
+    @staticmethod
+    def join(parts: Sequence[Runs]) -> Runs:
+        """The runs of all rows from those of consecutive stretches."""
+        if len(parts) == 1:
+            return parts[0]
+        width = parts[0].shape[1]
+        first = [sum(part.shape[0] for part in parts[:index]) for index in range(len(parts))]
+        return Runs(
+            starts=torch.cat([part.starts + row * width for part, row in zip(parts, first, strict=True)]),
+            sizes=torch.cat([part.sizes for part in parts]),
+            rows=torch.cat([part.rows + row for part, row in zip(parts, first, strict=True)]),
+            shape=(sum(part.shape[0] for part in parts), width),
+        )
+
 
 def runs_of(mask: Tensor, *, may_look: bool) -> Runs:
-    """Find the runs of a mask. [R, T] bool, T at least 1"""
+    """Find the runs of a mask. [R, T] bool, R and T at least 1"""
     rows, width = mask.shape
     edges = torch.empty(rows, width + 1, dtype=torch.bool, device=mask.device)  # one column more, so that no run leaves its row
     edges[:, 0], edges[:, width] = mask[:, 0], mask[:, width - 1]
     torch.bitwise_xor(mask[:, 1:], mask[:, :-1], out=edges[:, 1:width])
-    if may_look and edges.device.type == "cpu":
+    if may_look:
         at = torch.from_numpy(np.flatnonzero(edges.numpy()))
     else:  # two edges a run, and a run and a gap need two columns
         at = torch.nonzero_static(edges.flatten(), size=rows * (width + 1), fill_value=rows * (width + 1))[:, 0]
         at = at[: at.numel() // 2 * 2]
     row = at.div(width + 1, rounding_mode="floor")
     at = at - row
-    lengths = pad(pad(at, (1, 0)), (0, 1), value=rows * width).diff()
-    return Runs(lengths=lengths, sizes=lengths[1::2], rows=row[::2].clamp(max=rows - 1), starts=at[::2], shape=mask.shape)
+    return Runs(starts=at[::2], sizes=at[1::2] - at[::2], rows=row[::2].clamp(max=rows - 1), shape=(rows, width))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The divergence of a stretch of rows at all four levels. Ratios as logarithms, as they came."""
+    """The divergence of runs and rows, float64. Ratios as logarithms, as they came."""
 
-    tokens: Tokens
     runs: Runs
-    counts: Tensor  # [R] tokens under the mask, float64
-    segment_log_ratio: Tensor  # [K] mean over each run, float64; so are the others
+    counts: Tensor  # [R] tokens under the mask
+    segment_log_ratio: Tensor  # [K] mean over each run
     segment_diff: Tensor  # [K]
     geometric_log_ratio: Tensor  # [R] mean over the row, 0 where the mask is empty
     geometric_diff: Tensor  # [R]
     sequence_log_ratio: Tensor  # [R] sum over the row
     sequence_diff: Tensor  # [R]
 
+    @classmethod
+    def of(cls, runs: Runs, log_ratio: Tensor, diff: Tensor) -> Divergence:
+        """From the sums over each run. [K] each"""
+        sizes = runs.sizes.double()
+        counts = runs.by_row(sizes)
+        some_tokens, some_rows = sizes.clamp(min=1), counts.clamp(min=1)
+        row_log_ratio, row_diff = runs.by_row(log_ratio), runs.by_row(diff)
+        return cls(
+            runs=runs,
+            counts=counts,
+            segment_log_ratio=log_ratio / some_tokens,
+            segment_diff=diff / some_tokens,
+            geometric_log_ratio=row_log_ratio / some_rows,
+            geometric_diff=row_diff / some_rows,
+            sequence_log_ratio=row_log_ratio,
+            sequence_diff=row_diff,
+        )
 
-def diverge(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -> Divergence:
-    """Everything at once. [R, T] each"""
-    tokens = of_tokens(mask, old, inference, may_look=may_look)
-    runs = runs_of(mask, may_look=may_look)
-    sizes = runs.sizes.double()
-    counts = runs.by_row(sizes)
-    some_tokens, some_rows = sizes.clamp(min=1), counts.clamp(min=1)
-    log_ratio, diff = runs.sums(tokens.exact), runs.sums(tokens.diff)
-    row_log_ratio, row_diff = runs.by_row(log_ratio), runs.by_row(diff)
-    return Divergence(
-        tokens=tokens,
-        runs=runs,
-        counts=counts,
-        segment_log_ratio=log_ratio / some_tokens,
-        segment_diff=diff / some_tokens,
-        geometric_log_ratio=row_log_ratio / some_rows,
-        geometric_diff=row_diff / some_rows,
-        sequence_log_ratio=row_log_ratio,
-        sequence_diff=row_diff,
-    )
+    def log_ratio(self, level: Level) -> Tensor:
+        """Of a level above single tokens. [K] or [R]"""
+        return {"segment": self.segment_log_ratio, "geometric": self.geometric_log_ratio, "sequence": self.sequence_log_ratio}[level]
+
+    def diff(self, level: Level) -> Tensor:
+        """Of a level above single tokens. [K] or [R]"""
+        return {"segment": self.segment_diff, "geometric": self.geometric_diff, "sequence": self.sequence_diff}[level]
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ class Band:
         """The same as 1 and 0 in the type of the values, which is several times faster than comparing."""
         return values.clamp(self.low, self.high).eq_(values)
 
+    @property
+    def holds_nothing_different(self) -> bool:
+        """Whether it holds 0: two engines that agree."""
+        return self.low <= 0 <= self.high
+
     def __and__(self, other: Band) -> Band:
         return Band(low=max(self.low, other.low), high=min(self.high, other.high))
 
