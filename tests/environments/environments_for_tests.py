@@ -112,6 +112,8 @@ class Obedient:
             return np.str_("text"), np.float64(0.25), np.bool_(False), np.bool_(False), info
         if word == "number":
             return str(self.number), 0.0, False, False, {}
+        if word == "rich":
+            return "text", 2e38, False, False, {}
         if word == "integer":
             return "text", 0.0, False, False, {"small": 7, "large": 10**5000}
         terminated = word == "end"

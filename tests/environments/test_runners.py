@@ -146,6 +146,16 @@ def test_a_fault_ends_the_episode_and_names_the_problem(hosts: Hosts, run_in: st
 
 
 @pytest.mark.parametrize("run_in", WHERE)
+def test_rewards_that_add_up_beyond_float32_are_a_fault(hosts: Hosts, run_in: str) -> None:
+    told = hosts.play(run_in, 4, ["rich", "rich", "go on"])
+    assert told[1].reward == 2e38
+    assert (told[2].kind, told[2].call, told[2].env_id) == ("env_failed", "step", "problem 4")
+    assert "those of its 2 steps add up to 4e+38" in told[2].detail
+    assert "call reset first" in told[3].detail
+    assert hosts.play(run_in, 5, ["rich"])[1].reward == 2e38
+
+
+@pytest.mark.parametrize("run_in", WHERE)
 def test_two_members_with_the_same_seed_see_the_same_problem(run_in: str) -> None:
     async def test() -> None:
         async with EnvironmentHost({"type": "household", "run_in": run_in, "args": {"size": "tiny"}}) as host:

@@ -139,6 +139,22 @@ def test_a_batch_arrives_whole_with_the_metrics_of_its_filling() -> None:
     run(main())
 
 
+def test_what_a_filter_is_shown_of_a_response_cannot_be_written_to() -> None:
+    async def main() -> None:
+        shell = make_shell(scorer=FunctionScorer(lambda call: Score(reward=float(call % 2), metrics={"length": 3.0})))
+        batch, _ = await shell.next_batch(1)
+        for rollout in batch.groups[0].rollouts:
+            with pytest.raises(TypeError, match="does not support item assignment"):
+                rollout.metrics["length"] = 0.0  # type: ignore[index]
+            (turn,) = rollout.turns
+            for array in (turn.prompt_ids, turn.token_ids, turn.inference_logprobs):
+                with pytest.raises(ValueError, match="read-only"):
+                    array[:] = 0
+        await shell.close()
+
+    run(main())
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), additional=st.integers(0, 3), good=st.integers(1, 3), cancel_latency=st.sampled_from([0.0, 0.3]))
 def test_under_any_latencies_batches_are_exact_and_the_ledger_equals_the_engine(

@@ -96,6 +96,23 @@ def test_a_batch_of_trajectories_holds_what_engine_and_environments_said() -> No
     run(main())
 
 
+def test_what_a_filter_is_shown_cannot_be_written_to() -> None:
+    """Filters of the user see a group before the trainer does."""
+
+    async def main() -> None:
+        async with world() as one:
+            batch = await one.batch()
+            for rollout in rollouts(batch):
+                with pytest.raises(TypeError, match="does not support item assignment"):
+                    rollout.metrics["turns"] = 0.0  # type: ignore[index]
+                for turn in rollout.turns:
+                    for array in (turn.prompt_ids, turn.token_ids, turn.inference_logprobs):
+                        with pytest.raises(ValueError, match="read-only"):
+                            array[:] = 0
+
+    run(main())
+
+
 def test_the_machine_hears_of_every_step_in_order() -> None:
     async def main() -> None:
         async with world(engine=SayingEngine(latency_s=1.0)) as one:

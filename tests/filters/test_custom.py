@@ -2,10 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sluice.errors import ConfigError, FilterError
 from sluice.filters import build_query_filter, build_response_filter
+from sluice.types import Verdict
 from tests.fakes import make_group, make_rollout
 from tests.filters.filters_for_tests import HERE
 
@@ -48,6 +52,47 @@ def test_any_other_answer_is_an_error_that_names_class_and_value(name, cls):
 def test_a_category_that_there_is_not_is_an_error_that_names_the_filter():
     with pytest.raises(FilterError, match=rf"{WHERE}: {HERE}.strange_category must answer with a category out of .* got 'boring'"):
         custom("strange_category").judge([1, 0])
+
+
+ANY = st.none() | st.integers() | st.text(st.characters(exclude_categories=())) | st.floats() | st.lists(st.integers())
+
+
+@given(reason=ANY, source=ANY, evidence=st.dictionaries(ANY.filter(lambda key: not isinstance(key, list)), ANY) | ANY)
+def test_whatever_a_verdict_of_ones_own_holds_it_can_be_counted_and_written_down_or_is_an_error(reason, source, evidence):
+    given_ = Verdict(keep=False, category="invalid", reason=reason, source=source, evidence=evidence)
+    try:
+        verdict = custom("says", verdict=given_).judge([1, 0])
+    except FilterError:
+        return
+    assert verdict.reason.isprintable()
+    assert 1 <= len(verdict.reason.encode()) <= 400
+    assert verdict.source.isprintable()
+    assert all(name.isprintable() and float(number) is not None for name, number in verdict.evidence.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reason": 7}, "a reason of 1 to 100 printable characters, got 7 .int."),
+        ({"reason": ""}, "a reason of 1 to 100 printable characters, got ''"),
+        ({"reason": "x" * 101}, "put what differs from group to group into the evidence"),
+        ({"reason": "two\nlines"}, "printable characters"),
+        ({"reason": "half a pair \ud800"}, "printable characters"),
+        ({"source": None}, "a source of 0 to 100 printable characters, got None"),
+        ({"evidence": [1.0]}, "a mapping of names to numbers as evidence, got .1.0. .list."),
+        ({"evidence": {"why": "so"}}, "names and numbers as evidence, got 'why': 'so' .str."),
+        ({"evidence": {3: 1.0}}, "names and numbers as evidence, got 3: 1.0"),
+    ],
+)
+def test_what_no_record_can_hold_of_a_verdict_is_an_error_that_names_the_filter(changes, told):
+    wrong = Verdict(**{"keep": False, "category": "invalid", "reason": "dull", **changes})
+    with pytest.raises(FilterError, match=f"{WHERE}: {HERE}.says must answer with {told}" if told[0] == "a" or told[0] == "n" else told):
+        custom("says", verdict=wrong).judge([1, 0])
+
+
+def test_numbers_of_numpy_are_evidence():
+    evidence = {"spread": np.float32(0.5), "all": np.bool_(True), "n": 3}
+    assert custom("says", verdict=Verdict.dropped("dull", "invalid", "", evidence)).judge([1, 0]).evidence == evidence
 
 
 def test_filter_args_go_to_the_function_or_the_class():

@@ -22,7 +22,7 @@ class InlineRunner:
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
         self._held = HeldEnvironment(config.type, self.counts.building(build))
-        self._episode = EpisodeState(config.max_steps)
+        self._episode = EpisodeState(config.type, config.max_steps)
         self._closed = False
 
     async def reset(self, seed: int) -> EnvReset | EnvFault:

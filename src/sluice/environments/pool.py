@@ -431,7 +431,7 @@ class PooledRunner:
         self.name = pool.config.type
         self.running: RunningCall | None = None
         self._pool = pool
-        self._episode = EpisodeState(pool.config.max_steps)
+        self._episode = EpisodeState(pool.config.type, pool.config.max_steps)
         self._worker: _Worker | None = None  # held while an episode is open or a call under way
         self._request: asyncio.Future[_Worker | None] | None = None  # for a worker, while waiting for one
         self._is_busy = False

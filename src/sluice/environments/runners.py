@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+from sluice.config.models import LARGEST_REWARD
 from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
 from sluice.environments.boundary import Answer
 from sluice.errors import EnvError
@@ -142,20 +143,25 @@ def closed(call: Call, name: str, env_id: str | None = None) -> EnvFault:
 class EpisodeState:
     """What every runner remembers of the episode it plays."""
 
-    def __init__(self, max_steps: int | None) -> None:
-        """No episode yet; one is truncated after `max_steps` steps (None: whenever the environment says)."""
+    def __init__(self, name: str, max_steps: int | None) -> None:
+        """No episode yet; one is truncated after `max_steps` steps (None: whenever the environment says). name: of the environment."""
         self.is_open = False  # whether a step may follow
         self.env_id: str | None = None
         self.seed = 0
+        self._name = name
         self._max_steps = max_steps
         self._steps = 0
+        self._reward = 0.0  # of its steps together
 
     def begin(self, seed: int) -> None:
         """A reset was asked for."""
-        self.is_open, self.env_id, self.seed, self._steps = False, None, seed, 0
+        self.is_open, self.env_id, self.seed, self._steps, self._reward = False, None, seed, 0, 0.0
 
     def after(self, answer: Answer) -> Answer:
-        """A call was answered: the answer as the caller gets it, with the problem's name on a fault and the end at the limit on a step."""
+        """A call was answered: the answer as the caller gets it, with the problem's name on a fault and the end at the limit on a step.
+
+        A step with which the rewards add up to more than can be trained on is a fault.
+        """
         if isinstance(answer, EnvReset):
             self.is_open, self.env_id = True, answer.info.env_id
             return answer
@@ -163,6 +169,14 @@ class EpisodeState:
             self.is_open = False
             return replace(answer, env_id=self.env_id)
         self._steps += 1
+        self._reward += answer.reward
+        if abs(self._reward) > LARGEST_REWARD:
+            self.is_open = False
+            detail = (
+                f"environment {self._name}, step: expected rewards that can be trained on, those of its {self._steps} steps add up to "
+                f"{self._reward:.8g}, beyond {LARGEST_REWARD:.8g}, where float32 ends - scale the rewards down"
+            )
+            return EnvFault(kind="env_failed", detail=detail, call="step", env_id=self.env_id, seconds=answer.seconds)
         if self._max_steps is not None and self._steps >= self._max_steps and not answer.terminated:
             answer = replace(answer, truncated=True)
         self.is_open = not answer.is_last

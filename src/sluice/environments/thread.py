@@ -33,7 +33,7 @@ class ThreadRunner:
         self.counts = RunnerCounts() if counts is None else counts
         self._config = config
         self._build = self.counts.building(build)
-        self._episode = EpisodeState(config.max_steps)
+        self._episode = EpisodeState(config.type, config.max_steps)
         self._player: _Player | None = None
         self._answer: asyncio.Future[Answer] | None = None  # of the call that is under way
         self._closed = False

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from sluice.errors import FilterError, LoopError, RequestRefused
+from sluice.execution.member import fixed
 from sluice.generation.base import Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Score
 from sluice.rewards.score import describe, make_score
@@ -212,7 +213,7 @@ class Attempt:
             group_id=self.context.group_id,
             member_index=self.member_index,
             task_id=self.context.task.task_id,
-            turns=tuple(self._turns),
+            turns=tuple(map(fixed, self._turns)),
             finish_reason=self._turns[-1].finish_reason,
             reward=score.reward,
             metrics={**score.metrics, **metrics} if metrics else score.metrics,

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 from sluice.config.agentic import AgenticConfig
 from sluice.environments import EnvStep, episode_seed
 from sluice.execution.dialogue import DialogueFormat
+from sluice.execution.member import fixed
 from sluice.execution.players import Shell
 from sluice.execution.seats import Host, Seats
 from sluice.execution.trajectory import Table, Trajectory
@@ -198,7 +200,7 @@ def rollout_of(trajectory: Trajectory, *, attempt_id: int, group_id: int, member
         group_id=group_id,
         member_index=member_index,
         task_id=task_id,
-        turns=tuple(trajectory.turns),
+        turns=tuple(map(fixed, trajectory.turns)),
         finish_reason=trajectory.finish_reason or "cancelled",  # the engine gave it up
         reward=trajectory.reward if trajectory.failure is None else None,
         metrics=metrics_of(trajectory),
@@ -227,4 +229,4 @@ def metrics_of(trajectory: Trajectory) -> Mapping[str, float]:
         metrics["progress"] = trajectory.progress
     if trajectory.judged_actions:
         metrics["admissible_share"] = trajectory.admissible_actions / trajectory.judged_actions
-    return metrics
+    return MappingProxyType(metrics)

@@ -13,10 +13,12 @@ On groups of trajectories, a function or class that names a parameter `mode` is 
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Literal, TypeVar
+from numbers import Real
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from sluice.types import Category, Group, Rollout, Verdict
 
 T = TypeVar("T")
 
+LONGEST_REASON: Final = 100  # characters of a verdict's reason, by which it is counted, and of its source
 
 Contract = Literal["judge", "filter", "both", "neither"]
 """What a class of a user offers: `.judge(group)`, where True keeps, or `.filter(group_id, episode_id, group)`, where True drops."""
@@ -72,11 +75,9 @@ class Custom(Filter[T]):
                 f"{self.context.where}: {self.path} raised {type(error).__name__} on {_told(item)}: {error} - correct the filter"
             ) from error
         if isinstance(answer, Verdict):
-            if answer.category not in (None, *CATEGORIES):
-                raise FilterError(
-                    f"{self.context.where}: {self.path} must answer with a category out of {list(CATEGORIES)}, got {answer.category!r} - "
-                    + nearest(answer.category, CATEGORIES)
-                )
+            fault = _fault_of(answer)
+            if fault:
+                raise FilterError(f"{self.context.where}: {self.path} must answer with {fault}")
             return answer if answer.source else replace(answer, source=self.path)
         try:
             is_kept = _truth(answer, self.path, self.context.where)
@@ -218,6 +219,28 @@ def _truth(answer: object, path: str, where: str) -> bool:
             return bool(value)
     cls = f"{type(answer).__module__}.{type(answer).__qualname__}"
     raise FilterError(f"{where}: {path} must answer True (keep), False (drop) or a Verdict, got {answer!r} ({cls}) - return a bool")
+
+
+def _fault_of(verdict: Verdict) -> str:
+    """What keeps a user's verdict from being counted and written down, with what to do; "" when it is sound."""
+    if verdict.category not in (None, *CATEGORIES):
+        return f"a category out of {list(CATEGORIES)}, got {verdict.category!r} - {nearest(str(verdict.category), CATEGORIES)}"
+    texts: tuple[tuple[str, object, int], ...] = (("reason", verdict.reason, 1), ("source", verdict.source, 0))
+    for name, text, fewest in texts:
+        if not isinstance(text, str) or not fewest <= len(text) <= LONGEST_REASON or not text.isprintable():
+            return (
+                f"a {name} of {fewest} to {LONGEST_REASON} printable characters, got {reprlib.repr(text)} ({type(text).__name__}) - "
+                "groups are counted by it: put what differs from group to group into the evidence"
+            )
+    evidence: object = verdict.evidence
+    if not isinstance(evidence, Mapping):
+        return f"a mapping of names to numbers as evidence, got {reprlib.repr(evidence)} ({type(evidence).__name__}) - give a dict"
+    for key, value in evidence.items():
+        plain = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(key, str) or not key.isprintable() or not isinstance(plain, Real):
+            shown = f"{reprlib.repr(key)}: {reprlib.repr(value)} ({type(value).__name__})"
+            return f"names and numbers as evidence, got {shown} - convert it, or leave it out"
+    return ""
 
 
 def _told(item: object) -> str:
