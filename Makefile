@@ -10,6 +10,7 @@
 #   PYTHON=python3.12            the Python to make the environment with; default: the first one that is new enough
 #   RECIPE=recipes/other.yaml    what `make train` runs
 #   ARGS='seed=1 trainer.max_steps=10'    overrides and options for it
+#   WORKERS=4                    processes that run tests; default: one for each core, at most 8 (each imports torch, half a gigabyte)
 #   TORCH='torch==2.13.0'        handed to pip as it is, before anything else is installed, so that no other package chooses the build of
 #                                torch. 2.13.0 is the tested version. A machine with a GPU may want another build, and one without may want
 #                                to spare itself the GPU libraries: give a version, a wheel file, or pip's options for another index here.
@@ -18,6 +19,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 RECIPE ?= recipes/rlvr_arithmetic.yaml
 ARGS ?=
+WORKERS ?= logical
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 
@@ -38,7 +40,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # What `make test` would complain about and a tool can put right.
 format: $(VENV)/.installed-dev
@@ -63,5 +65,5 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/.made
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.installed
-	$(PIP) install -e '.[train,dev]'
+	$(PIP) install -e '.[train,dev,report]'
 	@touch $@

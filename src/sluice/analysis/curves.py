@@ -111,7 +111,7 @@ class Figures:
         number, true = int(sums["cut"] or 0), int(sums["true"] or 0)
         span = (self.horizon - self.k) / (n * self.horizon) if n else 0.0
         total = 0.0 if self.steps is None else float(self.steps.sum())
-        whole = 0.0 if self.weight is None else float(self.weight.sum())
+        whole = 0.0 if self.weight is None else float(np.ones(n) @ self.weight)  # added up as what is kept, so that all of it is exactly 1
         safe, raw, kept = sums["safe_steps"], sums["raw_steps"], sums["kept"]
         return Point(
             signal=signal,
@@ -243,6 +243,12 @@ def curves(recorded: Recorded, signals: Sequence[str] | None = None) -> list[Cur
         groups = recorded.at(k)
         found += [Curve.of(name, groups.signals[name], figures) for name in signals or recorded.signals]
     return found
+
+
+def evenly(n: int, most: int) -> Ints:
+    """At most so many of n positions, evenly, the first and the last among them."""
+    places: Ints = np.unique(np.linspace(0, max(0, n - 1), min(n, most)).round().astype(np.int64))
+    return places
 
 
 def round_between(low: float, high: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sluice.analysis.curves import Curve
+from sluice.analysis.curves import Curve, evenly
 from sluice.analysis.sweep import GateReport
 from sluice.errors import AnalysisError
 from sluice.gate.divergence import SIGNALS
@@ -114,7 +114,7 @@ def _distribution(report: GateReport, name: str) -> Any:
         for outcome in outcomes:
             chosen = values[np.array([ended == outcome for ended in report.recorded.outcomes])]
             figure.add_box(
-                y=_thinned(np.sort(chosen), MOST_MARKS).tolist(),
+                y=np.sort(chosen)[evenly(len(chosen), MOST_MARKS)].tolist(),
                 name=f"{outcome} ({len(chosen)})",
                 boxpoints="all",
                 jitter=0.6,
@@ -136,7 +136,7 @@ def _savings(report: GateReport) -> Any:
 
     names, ks = _axes(report)
     name = report.point.signal if report.point is not None else names[0]
-    shown = [*_thinned(np.array(ks), MOST_LINES).tolist()]
+    shown = [ks[place] for place in evenly(len(ks), MOST_LINES).tolist()]
     if report.point is not None and report.point.k not in shown:
         shown = sorted([*shown, report.point.k])
     figure = go.Figure()
@@ -256,7 +256,7 @@ def _axes(report: GateReport) -> tuple[list[str], list[int]]:
 
 def _line(curve: Curve) -> tuple[list[Any], list[Any], list[str]]:
     """Precision, saving and a word on some thresholds of a curve."""
-    index = _thinned(np.arange(len(curve)), MOST_POINTS)
+    index = evenly(len(curve), MOST_POINTS)
     cut, true = curve.cut[index], curve.true[index]
     told = [
         f"< {curve.threshold(i):g}: {right} of {n} right" for i, n, right in zip(index.tolist(), cut.tolist(), true.tolist(), strict=True)
@@ -268,13 +268,6 @@ def _line(curve: Curve) -> tuple[list[Any], list[Any], list[str]]:
         curve.saving[index].tolist(),
         told,
     )
-
-
-def _thinned(values: Any, most: int) -> Any:
-    """At most so many of them, evenly, the first and the last among them."""
-    if len(values) <= most:
-        return values
-    return values[np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))]
 
 
 def _colour_of(k: int, ks: Sequence[int]) -> str:

@@ -73,7 +73,7 @@ def random_arm(figures: Figures, cuts: int, rng: np.random.Generator) -> Arm:
     if total is not None:
         spread["safe_step_saving"] = _of(sums["safe_steps"]) / total
         spread["raw_step_saving"] = _of(sums["raw_steps"]) / total
-    if figures.weight is not None and (whole := float(figures.weight.sum())):
+    if figures.weight is not None and (whole := float(np.ones(n) @ figures.weight)):
         kept_in_draws = np.sqrt(_of(sums["kept"]) / whole)
         kept = float(kept_in_draws.mean())
         spread["advantage_kept"] = kept_in_draws

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import yaml
 
-from sluice.analysis.curves import Point
+from sluice.analysis.curves import Point, evenly
 from sluice.analysis.sweep import GateReport
 from sluice.errors import AnalysisError
 
@@ -19,6 +19,9 @@ CORRELATIONS: Final = "correlations.csv"
 THRESHOLDS: Final = "thresholds.csv"
 REPORT: Final = "report.json"
 RECIPE: Final = "gate.yaml"
+
+MOST_ROWS: Final = 100
+"""Thresholds of one signal at one K that are written: all, or so many evenly over what they cut."""
 
 
 def as_data(report: GateReport) -> dict[str, Any]:
@@ -78,8 +81,8 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
 def _thresholds(report: GateReport) -> Iterable[Mapping[str, Any]]:
     for curve in report.curves:
         columns = curve.columns()
-        for values in zip(*columns.values(), strict=True):
-            yield {"signal": curve.signal, "k": curve.figures.k, **dict(zip(columns, values, strict=True))}
+        for index in evenly(len(curve), MOST_ROWS).tolist():
+            yield {"signal": curve.signal, "k": curve.figures.k, **{name: column[index] for name, column in columns.items()}}
 
 
 def _write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from sluice.analysis.curves import Curve, Figures, Point, curves
+from sluice.analysis.curves import Curve, Figures, Point, curves, evenly
 from sluice.analysis.doubts import doubts_of_data, doubts_of_fit, doubts_of_point
 from sluice.analysis.fit import Fit, best_point, check_settings, fit
 from sluice.analysis.intervals import Draws, Interval
@@ -191,8 +191,7 @@ def _best(curve: Curve, floor: float) -> Point | None:
 
 def _thresholds(curve: Curve, point: Point) -> tuple[Point, ...]:
     """Some thresholds of the curve of a rule, and its own among them."""
-    places = {round(i * (len(curve) - 1) / (SHOWN_THRESHOLDS - 1)) for i in range(SHOWN_THRESHOLDS)} if len(curve) else set()
-    shown = [curve.point(index) for index in sorted(places)]
+    shown = [curve.point(index) for index in evenly(len(curve), SHOWN_THRESHOLDS).tolist()]
     return tuple(sorted([*(one for one in shown if one.cut != point.cut), point], key=lambda one: (one.cut, one.threshold)))
 
 
