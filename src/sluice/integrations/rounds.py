@@ -92,6 +92,13 @@ class RoundPlayer:
         """While a round is sampled: the environment of one of its attempts took a step."""
         self._tell(ev.MemberStepped(attempt_id, env_step, action, observation))
 
+    def ended(self, attempt_id: int) -> None:
+        """While a round is sampled: an attempt of it ended by itself. What it earned is told with the others, at the end of the round."""
+        gate, group = self.machine.gate, self.machine._running.get(attempt_id)
+        if gate is not None and gate.groups is not None and group is not None and attempt_id not in self._cut:
+            key = (group.task.task_id, group.epoch)
+            gate.groups.member_ended(key, group.slots.index(attempt_id), None, True, is_replaced=False)
+
     def is_cut(self, attempt_id: int) -> bool:
         """While a round is sampled: whether nobody waits for an attempt of it any more."""
         return attempt_id in self._cut

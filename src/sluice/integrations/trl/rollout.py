@@ -24,7 +24,7 @@ from sluice.errors import ConfigError
 from sluice.integrations.trl.rows import Generated, Row, join_rows, split_rows
 from sluice.integrations.trl.sampler import BatchSampler, Chosen, Watch, logger
 from sluice.integrations.trl.settings import DynamicSampling
-from sluice.integrations.trl.trainer import STATE_FILE, TOKEN_MEANS, check_settings, load_state, save_state, take_logs, tell
+from sluice.integrations.trl.trainer import STATE_FILE, TOKEN_MEANS, check_settings, load_state, save_state, score, tell
 
 REWARDS: Final = "sluice_rewards"
 """The column in which rewards are handed on: one list per row, by reward function; None where a function gave none."""
@@ -101,12 +101,17 @@ class DynamicRollout:
         for name, is_given in (("tools", trainer.tools), ("environment_factory", trainer.environment_factories)):
             if is_given:
                 raise ConfigError(f"DynamicRollout: expected a trainer without {name}, got one - use DynamicSamplingGRPOTrainer")
-        may_be_short = self.dynamic_sampling.on_exhausted != "raise" or self.dynamic_sampling.min_members is not None
+        settings = self.dynamic_sampling
+        may_be_short = settings.on_exhausted != "raise" or settings.min_members is not None or settings.on_cut == "drop"
         if may_be_short and trainer.loss_type not in TOKEN_MEANS:
             raise ConfigError(
-                f"DynamicRollout: on_exhausted {self.dynamic_sampling.on_exhausted!r} and min_members can leave a batch short, which "
+                f"DynamicRollout: on_exhausted {settings.on_exhausted!r}, min_members and on_cut 'drop' can leave a batch short, which "
                 f"loss_type {trainer.loss_type!r} cannot be told - use on_exhausted='raise' without "
                 "min_members, or DynamicSamplingGRPOTrainer"
+            )
+        if self.dynamic_sampling.gate is not None and self._rollout_func is None:
+            raise ConfigError(
+                "DynamicRollout: expected a rollout_func of yours that tells its steps to rollout_watch, got none beside a gate"
             )
         check_settings(trainer, self.dynamic_sampling)
         sampler = BatchSampler(
@@ -136,9 +141,7 @@ class _Inside:
         with _as_trl_would(trainer, rollout._rollout_func, rollout._functions):
             made = Generated(*trainer._generate(prompts))
             rows = split_rows(inputs, prompts, made)
-            rewards = trainer._calculate_rewards(inputs, prompts, made.completions, made.completion_ids)
-        take_logs(trainer, rows)
-        return rows, rewards
+            return rows, score(trainer, inputs, prompts, made, rows, rollout.rollout_watch)
 
 
 class _SaveWithCheckpoint(TrainerCallback):

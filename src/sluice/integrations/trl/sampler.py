@@ -71,11 +71,21 @@ class Watch:
         self._attempts = attempts
         self._steps = [0] * len(attempts)
 
+    @property
+    def steps(self) -> int:
+        """Steps that were told."""
+        return sum(self._steps)
+
     def step(self, row: int, action: str, observation: str = "") -> None:
         """The environment of a row took a step. observation: what the policy saw before it."""
         if self._player is not None and row < len(self._attempts):
             self._steps[row] += 1
             self._player.stepped(self._attempts[row], self._steps[row], action, observation)
+
+    def ended(self, row: int) -> None:
+        """The episode of a row ended by itself; its group may be decided on without it."""
+        if self._player is not None and row < len(self._attempts):
+            self._player.ended(self._attempts[row])
 
     def is_cut(self, row: int) -> bool:
         """Whether its group was cut: stop it, and answer with what it has so far."""
@@ -110,7 +120,8 @@ class BatchSampler:
         config = settings.scheduler_config(
             group_size=self.group_size, seed=trainer.args.seed, masks_truncated=trainer.mask_truncated_completions
         )
-        self.machine = Scheduler(config, self._filters, guard=settings.ratio_guard())
+        gate = settings.machine_gate(group_size=self.group_size, seed=trainer.args.seed)
+        self.machine = Scheduler(config, self._filters, guard=settings.ratio_guard(), gate=gate)
         dataset = trainer.train_dataset
         if trainer.args.remove_unused_columns:
             dataset = trainer._remove_unused_columns(dataset, "training")
@@ -212,6 +223,12 @@ class BatchSampler:
         self.watch = Watch(self._player, [launch.attempt_id for launch in mine])
         try:
             local, rewards = self._backend.generate([dict(launch.task.entry) for launch in mine])
+            if self.machine.gate is not None and not self.watch.steps:
+                raise TrainerError(
+                    "DynamicSampling.gate: expected the rollout function to tell what its environments do, by rollout_watch.step(row, "
+                    "action, observation), got not a single step of a whole round - without steps nothing can be cut: tell them, or leave "
+                    "the gate out"
+                )
         finally:
             trainer.num_generations = before
             self.watch = Watch()

@@ -9,8 +9,10 @@ from typing import Any, Final, Literal
 from sluice.config.models import GuardConfig
 from sluice.errors import ConfigError
 from sluice.filters import DomainFilters, RatioGuard, build_guard
+from sluice.gate import Gate, GateKeeper
 from sluice.integrations.judging import DOMAIN, FilterLike, query_filter, response_filter
 from sluice.scheduler import SchedulerConfig
+from sluice.scheduler.gating import MachineGate
 from sluice.types import TruncatedPolicy
 
 NO_SPREAD: Final[Mapping[str, Any]] = {"type": "std_filter"}
@@ -37,6 +39,8 @@ class DynamicSampling:
     on_member_failure: Literal["replace", "judge"] = "replace"  # a completion without any reward: sample it again, or let filters judge
     min_members: int | None = None  # completions with a reward that make a group; None: all of them
     truncated: TruncatedPolicy | None = None  # None: "mask" with mask_truncated_completions, else "keep"
+    gate: Gate | GateKeeper | None = None  # cuts running groups whose members do the same; needs a rollout function that tells their steps
+    on_cut: Literal["replace", "drop"] = "replace"  # another group in the place of one that was cut, or a batch that is smaller by it
     requeue: bool = True  # the prompt of a group that was lost without being judged is drawn once more
     quarantine_after: int | None = 3  # such groups of one prompt, after which it is not drawn again; None: never
 
@@ -68,6 +72,18 @@ class DynamicSampling:
     def ratio_guard(self) -> RatioGuard | None:
         """The guard, or None. Raises `ConfigError` for what cannot be."""
         return None if self.guard is None else build_guard(self.guard)
+
+    def machine_gate(self, *, group_size: int, seed: int) -> MachineGate | None:
+        """The gate, or None. Raises `ConfigError` for a keeper of groups of another size."""
+        if self.gate is None:
+            return None
+        keeper = GateKeeper(self.gate, group_size=group_size, seed=seed) if isinstance(self.gate, Gate) else self.gate
+        if keeper.group_size != group_size or keeper.redundancy:
+            raise ConfigError(
+                f"DynamicSampling.gate: expected a Gate, or a GateKeeper for groups of {group_size} without redundancy, got {self.gate!r} "
+                "- give Gate(k=..., threshold=...), or build the keeper with group_size=num_generations"
+            )
+        return MachineGate(keeper, on_cut=self.on_cut)
 
     def by_function(self, names: list[str]) -> DynamicSampling:
         """For advantages that are normalised function by function: the default filter asks each of them, and any spread keeps the group."""

@@ -215,9 +215,7 @@ class _Capture:
             )
         finally:
             trainer._capturing = False
-        rewards = trainer._calculate_rewards(inputs, prompts, made.completions, made.completion_ids)
-        take_logs(trainer, rows)
-        return rows, rewards
+        return rows, score(trainer, inputs, prompts, made, rows, trainer.rollout_watch)
 
 
 def tell(trainer: Any, chosen: Chosen) -> None:
@@ -246,6 +244,21 @@ def load_state(sampler: BatchSampler, folder: Path) -> None:
         raise RecordError(f"{path}: expected the state of dynamic sampling, got {type(error).__name__}: {error}") from error
 
 
+def score(trainer: Any, inputs: list[dict[str, Any]], prompts: list[Any], made: Generated, rows: list[Row], watch: Watch) -> torch.Tensor:
+    """The rewards of a generation by TRL's own method, of the rows of all processes; NaN for rows that were cut, which nobody scores."""
+    at = [index for index in range(len(rows)) if not watch.is_cut(index)]
+    if len(at) == len(rows):
+        rewards: torch.Tensor = trainer._calculate_rewards(inputs, prompts, made.completions, made.completion_ids)
+        take_logs(trainer, rows)
+        return rewards
+    rewards = torch.full((len(rows), len(trainer.reward_funcs)), torch.nan, device=trainer.accelerator.device)
+    if at:
+        chosen = [[values[index] for index in at] for values in (inputs, prompts, made.completions, made.completion_ids)]
+        rewards[at] = trainer._calculate_rewards(*chosen)
+        take_logs(trainer, [rows[index] for index in at])
+    return rewards
+
+
 def take_logs(trainer: Any, rows: list[Row]) -> None:
     """What reward functions logged row by row goes with the rows; TRL gets back that of the rows which were chosen."""
     for column, values in trainer._pending_extra_logs.items():
@@ -257,7 +270,18 @@ def take_logs(trainer: Any, rows: list[Row]) -> None:
 
 def check_settings(trainer: Any, settings: DynamicSampling, *, rejects: bool = False) -> None:
     """Raise `ConfigError` for settings that do not go together with the trainer's. rejects: whether a correction may take rows out."""
+    if settings.gate is not None and trainer.rollout_func is None:
+        raise ConfigError(
+            "DynamicSampling.gate: expected a rollout_func that tells the steps of its environments, got none - the gate is for "
+            "trajectories of several turns: leave it out, or pass a rollout function"
+        )
+    if settings.gate is not None and trainer.accelerator.num_processes > 1:
+        raise ConfigError(
+            f"DynamicSampling.gate: expected one training process, got {trainer.accelerator.num_processes} - the members of a group lie in "
+            "several processes, which would decide on a running group without knowing all of it: leave the gate out, or start one process"
+        )
     causes = [f"on_exhausted {settings.on_exhausted!r}"] * (settings.on_exhausted != "raise")
+    causes += ["on_cut 'drop'"] * (settings.gate is not None and settings.on_cut == "drop")
     causes += ["min_members"] * (settings.min_members is not None) + ["a correction with filters"] * rejects
     if causes and trainer.loss_type not in ROW_MEANS | TOKEN_MEANS:
         raise ConfigError(
