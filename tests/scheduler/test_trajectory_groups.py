@@ -347,6 +347,39 @@ def test_a_group_whose_environments_fail_again_and_again_is_dropped_and_its_epis
     assert player.episodes()[3:] == [(2, 0), (3, 0)]  # not a third time
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("env_failed", "see why environments hang or fail"),
+        ("env_died", "see why environments hang or fail"),
+        ("trajectory_timeout", "see why environments hang or fail"),
+        ("observation_too_long", "raise sequence_length, or shorten what the environment says"),
+        ("engine_error", "put the verifier or the engine right"),
+    ],
+)
+def test_when_the_bound_is_reached_the_message_says_what_to_put_right(reason: str, advice: str):
+    player = Trajectories.of(max_response_rounds=1, max_resample_rounds=2)
+    player.want(1)
+    for group_id in range(2):
+        player.fault(player.members(group_id)[0], reason)
+    (message,) = player.failures
+    assert f"responses rejected: {reason} " in message
+    assert advice in message
+    assert ("verifier" in message) == (reason == "engine_error")
+    assert "response filter" not in message
+
+
+def test_when_all_trajectories_are_cut_the_message_names_the_limit_of_an_agentic_run():
+    player = Trajectories.of(max_resample_rounds=2)
+    player.want(1)
+    for group_id in range(2):
+        for attempt_id in player.members(group_id):
+            player.run(attempt_id, 1.0, finish_reason="length")
+    (message,) = player.failures
+    assert "invalid/truncated 2" in message
+    assert "in an agentic run sequence_length" in message
+
+
 def test_where_filters_judge_faults_a_delivered_one_is_among_the_first_and_not_replaced():
     player = Trajectories.of(on_member_failure="judge", redundancy=1)
     player.want(1)

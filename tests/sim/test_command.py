@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -47,3 +48,23 @@ def test_a_violation_is_shown_with_the_command_that_repeats_it_and_ends_with_cod
     again = run("--seed", found[0][1])
     assert again[0] == 1
     assert found[0][0] in again[1]
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.DEBUG, logging.CRITICAL])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_is_logged_afterwards_is_as_it_was(level: int, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("sluice")
+    monkeypatch.setattr(logger, "level", logger.level)
+    logger.setLevel(level)
+    during: list[int] = []
+
+    def play(seeds: object, players: object, workers: object) -> bool:
+        during.append(logger.level)
+        if breaks:
+            raise ZeroDivisionError
+        return True
+
+    monkeypatch.setattr("sluice.cli.simulate._play", play)
+    run("--seed", "1")
+    assert during == [logging.ERROR]
+    assert logger.level == level

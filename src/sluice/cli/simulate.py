@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
@@ -39,17 +40,28 @@ def simulate(
         chosen = range(first, first + seeds) if seed is None else range(seed, seed + 1)
         players: tuple[PlayerName, ...] = ("machine", "shell") if player == "both" else (player,)
         is_well = True
-        with unless_nobody_reads():
+        with unless_nobody_reads(), _only_errors():
             is_well = _play(chosen, players, workers)
         if not is_well:
             raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Without what filters tell the user of a real run. What is logged afterwards is as it was."""
+    logger = logging.getLogger("sluice")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _play(seeds: Sequence[int], players: Sequence[PlayerName], workers: int) -> bool:
     """Whether everything held."""
     from sluice.sim import Simulated, simulate_many
 
-    logging.getLogger("sluice").setLevel(logging.ERROR)  # what filters tell the user of a real run
     started = time.perf_counter()
     total = Simulated()
     shown = 0

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from sluice.filters.env_faults import FAILURES, TIMEOUTS
 from sluice.types import Batch, Group, Rollout, Verdict
 
 TOP_REASONS: Final = 5  # reasons that a message names
+ENVIRONMENT_REASONS: Final = TIMEOUTS | FAILURES  # of members, and of groups where a filter judged them
+OBSERVATION_TOO_LONG: Final = "observation_too_long"  # of members: no token was left to write
 
 
 class Sums(NamedTuple):
@@ -174,18 +177,22 @@ class Tally:
         if "converged_prefix" in reasons:
             advice.append("lower gate.threshold, or set gate.shadow to see what it would cut")
         if "truncated" in reasons or "truncated" in self.members:
-            advice.append("raise response_length, or set resampling.truncated to 'keep'")
+            limit = "the token limit (response_length, in an agentic run sequence_length)"
+            advice.append(f"raise {limit}, or set resampling.truncated to 'keep'")
         if "group_timeout" in reasons:
             advice.append("raise resampling.group_timeout_s, or find out what hangs")
-        if reasons & {"env_timeout", "env_failed"}:
+        if (reasons | self.members.keys()) & ENVIRONMENT_REASONS:
             advice.append("see why environments hang or fail, or raise environment.step_timeout_s and environment.reset_timeout_s")
+        if OBSERVATION_TOO_LONG in self.members:
+            advice.append("raise sequence_length, or shorten what the environment says")
         if "stale" in reasons:
             advice.append("raise resampling.max_staleness, or see why the engine does not take the new weights")
         if reasons & {"loop_error", "loop_returned_none", "response_count"}:
             advice.append("put the rollout loop right")
-        if any(reason in self.members for _, reason in first_details):
+        others = self.members.keys() - ENVIRONMENT_REASONS - {OBSERVATION_TOO_LONG, "truncated"}
+        if any(reason in others for _, reason in first_details):
             advice.append("put the verifier or the engine right")
-        elif self.members and self.members.keys() != {"truncated"}:
+        elif others:
             advice.append("loosen the response filter, or raise resampling.max_response_rounds")
         if policy == "raise":
             advice.append("raise the bound, or set resampling.on_exhausted to 'shrink' or 'keep_low_information'")
