@@ -227,7 +227,11 @@ def test_what_cannot_be_hashed_is_refused_with_its_member() -> None:
         PrefixSignals(1, has_observations=True).add(7, "a", [])
 
 
-@pytest.mark.parametrize("actions", ["abc", {"a": 1}, {"a", "b"}, 3, None, iter([["a"], ["b"]])], ids=repr)
+@pytest.mark.parametrize(
+    "actions",
+    ["abc", {"a": 1}, {"a", "b"}, 3, None, iter([["a"], ["b"]])],
+    ids=["text", "mapping", "set", "number", "nothing", "iterator"],
+)
 def test_what_is_no_group_is_refused(actions) -> None:
     with pytest.raises(GateError, match="expected one sequence of actions per member, got"):
         signals(actions, 1)
