@@ -78,6 +78,24 @@ def test_a_fit_without_a_rule_ends_with_one(tmp_path: Path) -> None:
     assert "For the recipe" not in result.stdout
 
 
+def test_features_with_nothing_but_an_outcome_are_enough(tmp_path: Path) -> None:
+    """No lengths, variances, task types, names or K: what needs them is left out."""
+    path = write(tmp_path / "features.csv", [{DISTANCE: i / 20, "zero_variance": i < 8} for i in range(20)])
+    result = run("gate", "fit", path, "--k", "10", "--horizon", "30", "--format", "json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert (data["point"]["cut"], data["point"]["precision"], data["point"]["safe_step_saving"]) == (8, 1.0, None)
+    assert (data["point"]["advantage_kept"], data["task_types"], data["transfer"]) == (None, [], [])
+    assert [one["spearman"] for one in data["correlations"]] == [None]
+    assert run("gate", "fit", path, "--k", "10", "--horizon", "30").exit_code == 0
+
+
+def test_a_sweep_of_very_few_groups_says_so(tmp_path: Path) -> None:
+    result = run("gate", "sweep", write(tmp_path / "groups.jsonl", rows_of(some_groups(n=2))), "--k", "3")
+    assert result.exit_code == 0, result.output
+    assert "of 2 groups have" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -95,7 +95,8 @@ def fit(
 
     Raises `AnalysisError` for a floor outside (0, 1], and for fewer groups than folds.
     """
-    check_settings(len(recorded), floor, folds, confidence)
+    check_settings(floor, confidence)
+    check_folds(len(recorded), folds)
     rng = np.random.default_rng(seed)
     columns = _Columns.of(recorded, signals)
     parts = split(len(recorded), folds, rng)
@@ -135,12 +136,16 @@ def best_point(found: Sequence[Curve], floor: float) -> Point | None:
     return best
 
 
-def check_settings(n: int, floor: float, folds: int, confidence: float) -> None:
-    """Raises `AnalysisError` for settings that cannot work."""
+def check_settings(floor: float, confidence: float) -> None:
+    """Raises `AnalysisError` for shares that cannot be."""
     if not 0 < floor <= 1:
         raise AnalysisError(f"precision floor: expected a number > 0 and <= 1, got {floor} - 0.8 is the published one")
     if not 0 < confidence < 1:
         raise AnalysisError(f"confidence: expected a number > 0 and < 1, got {confidence} - 0.95 is usual")
+
+
+def check_folds(n: int, folds: int) -> None:
+    """Raises `AnalysisError` for folds that cannot be made of n groups."""
     if folds < 2:
         raise AnalysisError(f"folds: expected at least 2, got {folds} - with one fold nothing is held out")
     if n < 2 * folds:

@@ -98,7 +98,7 @@ class GateReport:
 def analyse(recording: Recording, settings: Settings, *, choose: bool) -> GateReport:
     """Sweep over signals, K and thresholds; with `choose` also fit a rule. Raises `AnalysisError` for settings that cannot work."""
     recorded = recording.recorded
-    check_settings(len(recorded), settings.precision_floor, settings.folds if choose else 2, settings.confidence)
+    check_settings(settings.precision_floor, settings.confidence)
     for threshold in settings.thresholds:
         check_share("threshold", threshold, "every signal lies between 0 and 1")
     names = _names(recorded, settings.signals)
