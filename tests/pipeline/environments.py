@@ -50,3 +50,12 @@ class SayAOrBreak(SayA):
         if self._steps % 8 == 0:
             raise RuntimeError("the door is stuck")
         return super().step(action)
+
+
+class SayAOrTimeOut(SayA):
+    """The same, and one problem in four says of each member whose first letter is a vowel that it timed out."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        told, reward, terminated, truncated, info = super().step(action)
+        timed_out = self._seed % 4 == 0 and action[:1] in ("a", "e", "i")
+        return told, reward, terminated, truncated, {**info, "env_timeout": True} if timed_out else info

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from sluice.roll import DataProto, GroupFilter, RolloutContext, UserDefinedRolloutLoop
+from sluice.execution import RolloutLoop
+from sluice.roll import DataProto, GroupFilter, UserDefinedRolloutLoop, remote_store
 
 
 class MyGroupFilter:
@@ -47,11 +48,32 @@ class MyRolloutLoop(UserDefinedRolloutLoop):
         return [item for item in responses if not item.meta_info.get("invalid_format", False)]
 
 
-class Asks(UserDefinedRolloutLoop):
-    """Whatever the default loop makes, and what its context says meanwhile."""
+class RemoteFilter(GroupFilter):
+    """Makes the members remote, looks at them there, and drops none of them itself."""
 
-    seen: ClassVar[list[RolloutContext]] = []
+    most: ClassVar[int] = 0  # rows that were held at once
 
-    async def process_new_prompt(self, context: RolloutContext):
-        self.seen.append(context)
-        return await super().process_new_prompt(context)
+    def filter(self, group_id, episode_id, group):
+        remote = [DataProto.to_remote(item) for item in group]
+        RemoteFilter.most = max(RemoteFilter.most, len(remote_store().rows))
+        rewards = torch.cat([item.batch["response_level_rewards"] for item in remote])
+        return bool(rewards.min() == rewards.max())
+
+
+class RemoteLoop(UserDefinedRolloutLoop):
+    """Makes every response remote, and drops none of them itself."""
+
+    async def _generate_and_reward_impl(self, context, req, domain):
+        responses = await super()._generate_and_reward_impl(context, req, domain)
+        return None if responses is None else [item.to_remote() for item in responses]
+
+
+class SpeaksBoth(UserDefinedRolloutLoop):
+    """Says two things."""
+
+    async def run(self, context):
+        return None
+
+
+class Native(RolloutLoop):
+    """A loop of our own."""

@@ -81,6 +81,7 @@ class RolloutContext:
         self._attempts: dict[str, Attempt] = {}  # by rollout_id
         self._scores: dict[str, Score] = {}  # by rollout_id, of those that were handed in
         self._running: dict[str, asyncio.Task[Any]] = {}  # by rollout_id, generations under way
+        self._lost: set[int] = set()  # members whose rounds are used up
         self._judged: tuple[Verdict, tuple[Rollout, ...]] | None = None  # what the query filter said, of which responses
 
     # ------------------------------------------------------------ what a loop calls
@@ -192,6 +193,11 @@ class RolloutContext:
         return verdict
 
     @property
+    def may_become_whole(self) -> bool:
+        """Whether the members whose rounds are not used up are still enough for a group."""
+        return self._context.group_size - len(self._lost) >= self._context.min_members
+
+    @property
     def judged(self) -> tuple[Verdict, tuple[Rollout, ...]] | None:
         """The last verdict of a query filter in this loop, and the responses that it saw."""
         return self._judged
@@ -274,17 +280,25 @@ class RolloutContext:
         """Attempts at members that have not delivered; where a loop wants more than there are, at further ones."""
         attempts: list[Attempt] = []
         missing = self._context.missing_members
-        for member_index in missing[:count]:
-            try:
-                attempts.append(self._noted(self._context.start(member_index)))
-            except RoundsUsedUp:
-                continue
+        for member_index in missing:
+            if len(attempts) == count:
+                break
+            if member_index not in self._lost and (attempt := self._try(member_index)) is not None:
+                attempts.append(attempt)
         for _ in range(count - len(missing)):
             try:
                 attempts.append(self._noted(self._context.start_another()))
             except RoundsUsedUp:
                 break
         return attempts
+
+    def _try(self, member_index: int) -> Attempt | None:
+        """One more try at a member; None: its rounds are used up."""
+        try:
+            return self._noted(self._context.start(member_index))
+        except RoundsUsedUp:
+            self._lost.add(member_index)
+            return None
 
     def _noted(self, attempt: Attempt) -> Attempt:
         self._attempts[str(attempt.attempt_id)] = attempt
@@ -310,10 +324,10 @@ class RolloutContext:
                 return attempt
             if not isinstance(error, AttemptFailed):
                 raise error
-            try:
-                attempt = self._noted(self._context.start(attempt.member_index))
-            except RoundsUsedUp:
+            again = self._try(attempt.member_index)
+            if again is None:
                 return None
+            attempt = again
 
     async def _score(self, rollout_id: str, domain: str) -> Score:
         attempt = self._attempts[rollout_id]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from sluice.config import RlvrConfig
@@ -38,8 +38,8 @@ class UserDefinedRolloutLoop:
         request, domain = context.get_request_data(meta_info=context.meta_info)
         requests = expand_requests(request, count, context.is_num_return_sequences_expand)
         async with context.do_generate_and_reward(max_concurrency=count):
-            answers = await gather_all(self._generate_and_reward(context=context, req=one, domain=domain) for one in requests)
-        if any(answer is None for answer in answers):
+            answers = await _until_none(self._generate_and_reward(context=context, req=one, domain=domain) for one in requests)
+        if answers is None:
             return None
         responses = expand_responses(answers)
         if not responses:
@@ -54,7 +54,8 @@ class UserDefinedRolloutLoop:
     async def _generate_and_reward_impl(self, context: RolloutContext, req: DataProto, domain: str) -> list[DataProto] | None:
         """The responses to one request, one row each with a meta_info of its own; rejected ones are sampled again within the rounds.
 
-        Fewer than were asked for where the rounds of some members are used up. None: a response was aborted.
+        Fewer than were asked for where the rounds of some members are used up, and the others may still be a group. None: they may not, or
+        a response was aborted.
         """
         kept: list[DataProto] = []
         request = req
@@ -75,7 +76,26 @@ class UserDefinedRolloutLoop:
                 break
             request = copy.deepcopy(request)
             request.meta_info["generation_config"]["num_return_sequences"] = rejected
-        return kept
+        return kept if context.may_become_whole else None
+
+
+class _Aborted(Exception):
+    """One of several requests was answered with None."""
+
+
+async def _until_none(requests: Iterable[Coroutine[Any, Any, Any]]) -> list[Any] | None:
+    """The answers of all, in order. None as soon as one of them is None: the others are cancelled."""
+
+    async def answered(request: Coroutine[Any, Any, Any]) -> Any:
+        answer = await request
+        if answer is None:
+            raise _Aborted
+        return answer
+
+    try:
+        return await gather_all(answered(request) for request in requests)
+    except _Aborted:
+        return None
 
 
 class AdaptedLoop(RolloutLoop):

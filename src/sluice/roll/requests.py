@@ -48,9 +48,9 @@ def expand_responses(response: DataProto | Sequence[Any] | None) -> list[DataPro
             rows += [current] if len(current) == 1 else [current[index] for index in range(len(current))]
         elif isinstance(current, list | tuple):
             todo.extendleft(reversed(current))
-        elif current is not None or response is not None:
+        elif response is not None:
             raise LoopError(
-                f"expected responses as DataProto, or lists of them, got {type(current).__name__} - return what the context gave"
+                f"expected responses as DataProto or lists of them, got {type(current).__name__} - return what the context gave"
             )
     return rows
 
