@@ -49,6 +49,7 @@ def tiny_config(
     lora: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     async_generation_ratio: float = 0.0,
+    correction: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> RlvrConfig:
     return RlvrConfig.model_validate(
@@ -63,6 +64,7 @@ def tiny_config(
             "response_length": 6,
             "async_generation_ratio": async_generation_ratio,
             "engine": {"temperature": temperature},
+            "train_infer_correction": correction,
             "trainer": {"max_steps": 2, "learning_rate": 1e-2, "micro_batch_size": 5, "save_every_steps": None} | trainer,
         }
     )

@@ -1,6 +1,8 @@
 """What a run is told: reads a configuration, and refuses it while loading rather than at step 400.
 
     models.py     every key, its type, its default and its meaning: of every run, and of an RLVR run
+    section.py    what all sections have in common
+    correction.py the keys of the train-infer correction, and its presets
     agentic.py    the keys of an agentic run
     pipelines.py  which kinds of runs there are
     load.py       from a YAML file and overrides to a checked configuration, and back to YAML
@@ -24,6 +26,7 @@ from sluice.config.agentic import (
     EnvManagerConfig,
     EnvMonitorConfig,
 )
+from sluice.config.correction import CorrectionFilterConfig, IsWeightConfig, TrainInferCorrectionConfig
 from sluice.config.load import check_config, load_config, parse_config, to_yaml
 from sluice.config.models import (
     AdvantageConfig,
@@ -52,6 +55,7 @@ __all__ = [
     "AgenticConfig",
     "AgenticValidationConfig",
     "AnyConfig",
+    "CorrectionFilterConfig",
     "DatasetFilterConfig",
     "DialogueConfig",
     "EngineConfig",
@@ -60,6 +64,7 @@ __all__ = [
     "EnvironmentConfig",
     "FilterConfig",
     "GuardConfig",
+    "IsWeightConfig",
     "LoraConfig",
     "ModelConfig",
     "RecordsConfig",
@@ -70,6 +75,7 @@ __all__ = [
     "RunConfig",
     "TaskSourceConfig",
     "TasksConfig",
+    "TrainInferCorrectionConfig",
     "TrainerConfig",
     "ValidationConfig",
     "VerifierConfig",

@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 
 from pydantic import Field
 
-from sluice.config.models import Section
+from sluice.config.section import Section
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 """Over what log ratios are taken together before exp: each by itself; the mean over each contiguous run of the mask; the mean, or the

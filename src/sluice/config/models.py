@@ -3,7 +3,7 @@
 Names that users of ROLL know keep their meaning: `rewards.<domain>.query_filter_config`, `response_filter_config`, `dataset_filter`,
 `rollout_batch_size` (in groups), `num_return_sequences_in_group`, `prompt_length`, `response_length`, `async_generation_ratio`,
 `is_use_additional_prompts`, `max_additional_running_prompts`, `group_size_redundancy`, `domain_interleave_probs`,
-`user_defined_rollout_loop_cls`.
+`user_defined_rollout_loop_cls`, `train_infer_correction`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
+
+from sluice.config.correction import TrainInferCorrectionConfig
+from sluice.config.section import Section as Section  # noqa: PLC0414 - for whoever looks for it here
 
 # Upper limits. Each lies far above what any run needs: a number beyond it is a slip of the finger, which would otherwise show as a machine
 # without memory, or as a run that never ends, after the model has been loaded.
@@ -63,12 +66,6 @@ ImportPath = Annotated[str, AfterValidator(_import_path)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]  # text is taken for a path; all else keeps its YAML type
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values keep the type they were written in, and are fixed once loaded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
-
-
 class ModelConfig(Section):
     """The policy."""
 
@@ -95,7 +92,7 @@ class TaskSourceConfig(Section):
     name: str | None = None  # reasoning_gym: data set name
     size: int | None = Field(default=None, ge=1, le=MOST_ROWS)  # reasoning_gym: rows to make
     seed: int | None = None  # reasoning_gym: data seed
-    params: dict[str, Any] = {}  # reasoning_gym: parameters of the data set
+    params: dict[str, Any] = Field(default_factory=dict)  # reasoning_gym: parameters of the data set
     path: FilePath | None = None  # jsonl: file; huggingface: folder made by save_to_disk, or of parquet/json files
     split: str | None = None  # huggingface: split, when the folder holds several
     prompt_field: str = "prompt"  # jsonl, huggingface: text, or a list of chat messages
@@ -107,7 +104,7 @@ class TasksConfig(Section):
     """Where prompts come from and how they are written."""
 
     train: list[TaskSourceConfig] = Field(min_length=1)
-    validation: list[TaskSourceConfig] = []
+    validation: list[TaskSourceConfig] = Field(default_factory=list)
     prompt_template: str = "{question}"  # str.format over the row's fields; {question} is the prompt text
     use_chat_template: bool = False  # wrap the prompt with the tokenizer's chat template
     system_prompt: str | None = None  # with use_chat_template only
@@ -120,7 +117,7 @@ class FilterConfig(Section):
     """A filter: its type, its arguments, and the metric it reads."""
 
     type: str  # a built-in name or an import path "package.module.name"
-    filter_args: dict[str, Any] = {}
+    filter_args: dict[str, Any] = Field(default_factory=dict)
     metric: str | None = None  # None: the raw task reward; else a named metric of the verifier, never a silent substitute
 
 
@@ -128,7 +125,7 @@ class VerifierConfig(Section):
     """How a response earns its reward."""
 
     type: str  # exact, numeric, math_verify, reasoning_gym, regex, or an import path
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
 
 
 class RewardConfig(Section):
@@ -137,7 +134,7 @@ class RewardConfig(Section):
     verifier: VerifierConfig
     query_filter_config: FilterConfig = FilterConfig(type="no_filter")
     response_filter_config: FilterConfig | None = None
-    tag_included: list[str] = []  # labels in the data that belong to this domain, besides its own name
+    tag_included: list[str] = Field(default_factory=list)  # labels in the data that belong to this domain, besides its own name
     reward_timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_REWARD_S)
     on_reward_timeout: Literal["missing", "value"] = "missing"
     timeout_value: float | None = Field(default=None, ge=-LARGEST_REWARD, le=LARGEST_REWARD)  # with on_reward_timeout: value
@@ -156,7 +153,7 @@ class RewardPoolConfig(Section):
 class DatasetFilterConfig(Section):
     """Selects rows before anything is generated; dropped rows never enter a quota."""
 
-    source: list[str] = []  # names of the sources to keep; empty: all
+    source: list[str] = Field(default_factory=list)  # names of the sources to keep; empty: all
     min_difficulty: float | None = None  # inclusive
     max_difficulty: float | None = None  # inclusive
     num_samples: int = Field(default=0, ge=0)  # keep the first n of what passes; 0: all
@@ -203,6 +200,7 @@ class EngineConfig(Section):
     temperature: float = Field(default=1.0, ge=COLDEST, le=HOTTEST)  # of sampling and of the trainer's log-probs: one key feeds both
     max_slots: int = Field(default=256, ge=1, le=MOST_SLOTS)  # requests in one forward pass; further ones wait
     torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)  # None: torch's own choice
+    precision: Literal["float32", "bfloat16", "int8"] = "float32"  # of the weights it samples with; the trainer keeps float32
 
 
 class AdvantageConfig(Section):
@@ -230,7 +228,8 @@ class TrainerConfig(Section):
     bf16: bool = False
     torch_threads: int | None = Field(default=None, ge=1, le=MOST_THREADS)
     advantage: AdvantageConfig = AdvantageConfig()
-    logprob_tolerance: float = Field(default=1e-4, gt=0)  # float32: largest |old - inference log-prob| of a trained batch
+    logprob_tolerance: float | None = Field(default=1e-4, gt=0)  # float32: largest |old - inference log-prob| of a trained batch; None:
+    # it is recorded only, as it must be where the engine has another precision than the trainer
     save_every_steps: int | None = Field(default=50, ge=1)  # checkpoints, from which a run can be resumed; None: none
     keep_checkpoints: int = Field(default=2, ge=1)  # older ones are deleted
     stale_tokens: Literal["train", "mask"] = "train"  # tokens sampled by older weights in a response that an update cut through
@@ -270,6 +269,7 @@ class RunConfig(Section):
     guard: GuardConfig | None = None  # None: filters may drop as many groups as they like
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig
+    train_infer_correction: TrainInferCorrectionConfig | None = None  # None: every sampled token trains with weight 1
     records: RecordsConfig = RecordsConfig()
 
     @property

@@ -2,6 +2,7 @@
 
 - base.py: the two doors, `BatchSource` (where batches come from) and `Publisher` (who samples with the weights), and who is told of steps
 - assemble.py: groups to samples, advantages, padded rows (numpy)
+- correcting.py: the train-infer correction of a batch, before its advantages
 - trl.py: `SluiceGRPOTrainer` and `build_trainer`
 
 Another trainer is another file beside trl.py: it takes a `BatchSource` and a `Publisher` and starts from what assemble.py returns.

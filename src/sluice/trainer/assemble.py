@@ -133,9 +133,9 @@ def advantages_for(samples: Sequence[Sample], config: AdvantageConfig) -> Advant
 def batch_metrics(batch: Batch, samples: Sequence[Sample], advantages: Advantages) -> dict[str, float]:
     """What a batch is worth, as flat metrics.
 
-    Loss and useful tokens are those that the policy sampled and trains on. Useful is what has an advantage other than 0: rollouts, and
-    groups with such a rollout. Reward means are over all rollouts that have a reward, and over the counted ones. The completion length is
-    in tokens that the policy sampled, trained on or not, over the rollouts that sampled at all.
+    Loss and useful tokens are those that the policy sampled and trains on. Useful is what has an advantage other than 0 and a token to
+    train on: rollouts, and groups with such a rollout. Reward means are over all rollouts that have a reward, and over the counted ones.
+    The completion length is in tokens that the policy sampled, trained on or not, over the rollouts that sampled at all.
     """
     lengths = [rollout.sampled_tokens for group in batch.groups for rollout in group.rollouts if rollout.turns]
     scored = [s.reward for s in samples if s.reward is not None]
@@ -147,7 +147,9 @@ def batch_metrics(batch: Batch, samples: Sequence[Sample], advantages: Advantage
         "batch/counted_rollouts": float(sum(s.is_counted for s in samples)),
         "batch/zero_advantage_share": float(np.mean(advantages == 0.0)),
         "batch/loss_tokens": float(tokens.sum()),
-        "batch/useful_groups": float(len({s.group_id for s, advantage in zip(samples, advantages, strict=True) if advantage != 0.0})),
+        "batch/useful_groups": float(
+            len({s.group_id for s, advantage, trained in zip(samples, advantages, tokens, strict=True) if advantage != 0.0 and trained})
+        ),
         "batch/useful_tokens": float(tokens[advantages != 0.0].sum()),
     }
     if lengths:

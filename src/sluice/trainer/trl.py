@@ -36,11 +36,13 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
+from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig, RunConfig
 from sluice.errors import ConfigError, TrainerError
 from sluice.generation.tokenizer import load_tokenizer
-from sluice.trainer.assemble import Advantages, StaleTokens, advantages_for, batch_metrics, collate, samples_from_batch
+from sluice.trainer.assemble import StaleTokens, advantages_for, batch_metrics, collate, samples_from_batch
 from sluice.trainer.base import BatchSource, OnSave, OnStep, Publisher
+from sluice.trainer.correcting import correct
 from sluice.types import Batch, Sample
 
 PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
@@ -77,6 +79,8 @@ class SluiceGRPOTrainer(GRPOTrainer):
         stale_tokens: see `samples_from_batch`.
         own_old_logprobs: compute the log-probs at step start in a forward pass of their own, without dropout. Otherwise those of the
             training forward are taken, which are the same numbers as long as nothing in it is random: a batch is used for one update.
+        correction: which tokens leave the loss because trainer and engine give them different probabilities, and how the others are
+            weighted; it needs log-probs of their own. None: nothing is corrected.
         torch_threads: threads of the training thread; None leaves torch's choice.
         trl: everything else that GRPOTrainer takes.
 
@@ -98,6 +102,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         is_synchronous: bool = True,
         stale_tokens: StaleTokens = "train",
         own_old_logprobs: bool = False,
+        correction: TrainInferCorrectionConfig | None = None,
         torch_threads: int | None = None,
         **trl: Any,
     ) -> None:
@@ -114,7 +119,8 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._logprob_tolerance = logprob_tolerance
         self._is_synchronous = is_synchronous
         self._stale_tokens = stale_tokens
-        self._own_old_logprobs = own_old_logprobs
+        self._own_old_logprobs = own_old_logprobs or correction is not None
+        self._correction = correction
         self._torch_threads = torch_threads
         self._shares_prompts = _can_share_prompts(self._model()) and not self.aux_loss_enabled
         self._seconds: dict[str, float] = {}  # of the current step, by part
@@ -215,31 +221,55 @@ class SluiceGRPOTrainer(GRPOTrainer):
         """The rows of one batch that train, in micro batches, with everything that TRL's loss reads."""
         with self._timed("assemble"):
             samples = samples_from_batch(batch, stale_tokens=self._stale_tokens)
-            advantages = advantages_for(samples, self._advantage)
-            self._step_metrics = batch_metrics(batch, samples, advantages)
-            micro_batches = [self._tensors(rows, advantages[rows], samples) for rows in self._micro_batch_rows(samples)]
-            rows = sum(int((m["tool_mask"].sum(1) > 0).sum()) for m in micro_batches)
-            self._micro_batch_tokens = [int(m["tool_mask"].sum()) for m in micro_batches]
-            tokens = sum(self._micro_batch_tokens)
-            on_policy = sum(int((self._of_this_version(m) & m["tool_mask"].bool()).sum()) for m in micro_batches)
-            if tokens:
-                self._step_metrics["actor/on_policy_token_share"] = on_policy / tokens
-            for micro_batch in micro_batches:
-                micro_batch["num_items_in_batch"] = torch.tensor(tokens, device=self.accelerator.device)
-                micro_batch["on_policy_tokens"] = on_policy
-                micro_batch["loss_share"] = _loss_share(self.loss_type, micro_batch["tool_mask"], rows=rows, tokens=tokens)
-            self._step_metrics |= {"actor/rows": float(rows), "actor/micro_batches": float(len(micro_batches))}
+            micro_batches = [self._tensors(rows, samples) for rows in self._micro_batch_rows(samples)]
+            tokens, on_policy = self._count_tokens(micro_batches)
+            self._step_metrics = {"actor/on_policy_token_share": on_policy / tokens} if tokens else {}
         if self._own_old_logprobs:
             with self._timed("old_logprobs"):
                 self._model().eval()
                 for micro_batch in micro_batches:
                     micro_batch["old_per_token_logps"] = self._frozen_logprobs(self.model, micro_batch)
                     self._compare_with_inference(micro_batch["old_per_token_logps"], micro_batch)
+        if self._correction is not None:
+            with self._timed("correction"):
+                corrected = correct(samples, micro_batches, self._correction)
+                samples, micro_batches = corrected.samples, corrected.micro_batches
+                self._step_metrics |= corrected.metrics
+        with self._timed("assemble"):
+            self._count_tokens(micro_batches)
+            self._finish(batch, samples, micro_batches)
         if self.beta != 0.0:
             with self._timed("ref_logprobs"):
                 for micro_batch in micro_batches:
                     micro_batch["ref_per_token_logps"] = self._reference_logprobs(micro_batch)
         return micro_batches
+
+    def _count_tokens(self, micro_batches: Sequence[_Tensors]) -> tuple[int, int]:
+        """Tell every micro batch how many loss tokens all of them have, and how many the weights of now sampled. Returns both."""
+        self._micro_batch_tokens = [int(m["tool_mask"].sum()) for m in micro_batches]
+        tokens = sum(self._micro_batch_tokens)
+        on_policy = sum(int((self._of_this_version(m) & m["tool_mask"].bool()).sum()) for m in micro_batches)
+        for micro_batch in micro_batches:
+            micro_batch["num_items_in_batch"] = torch.tensor(tokens, device=self.accelerator.device)
+            micro_batch["on_policy_tokens"] = on_policy
+        return tokens, on_policy
+
+    def _finish(self, batch: Batch, samples: Sequence[Sample], micro_batches: Sequence[_Tensors]) -> None:
+        """Advantages, the share of each micro batch in the loss, and what the batch is worth."""
+        advantages = advantages_for(samples, self._advantage)
+        self._step_metrics |= batch_metrics(batch, samples, advantages)
+        rows, tokens = sum(int((m["tool_mask"].sum(1) > 0).sum()) for m in micro_batches), sum(self._micro_batch_tokens)
+        for micro_batch in micro_batches:
+            of_rows = torch.zeros(len(micro_batch["tool_mask"]), device=self.accelerator.device)  # neutral rows may follow
+            of_rows[: len(micro_batch["rows"])] = torch.from_numpy(advantages[micro_batch["rows"]]).float()
+            is_weight = micro_batch.pop("is_weight", None)
+            micro_batch["advantages"] = of_rows if is_weight is None else of_rows[:, None] * is_weight
+            micro_batch["loss_share"] = _loss_share(self.loss_type, micro_batch["tool_mask"], rows=rows, tokens=tokens)
+        self._step_metrics |= {
+            "actor/rows": float(rows),
+            "actor/micro_batches": float(len(micro_batches)),
+            "actor/step_skipped": float(not micro_batches),
+        }
 
     def _micro_batch_rows(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Which rows go through the model together: those that train, siblings side by side, groups of like length as neighbours."""
@@ -252,11 +282,12 @@ class SluiceGRPOTrainer(GRPOTrainer):
         rows.sort(key=lambda row: (longest[samples[row].group_id], samples[row].group_id))
         return [rows[i : i + self._micro_batch_size] for i in range(0, len(rows), self._micro_batch_size)]
 
-    def _tensors(self, rows: list[int], advantages: Advantages, samples: Sequence[Sample]) -> _Tensors:
+    def _tensors(self, rows: list[int], samples: Sequence[Sample]) -> _Tensors:
+        """Rows that go through the model together; their advantages come later."""
         chosen = [samples[row] for row in rows]
-        arrays = collate(chosen, advantages, pad_id=self._tokenizer.pad_token_id)
+        arrays = collate(chosen, np.zeros(len(rows)), pad_id=self._tokenizer.pad_token_id)
         tensors: _Tensors = {name: torch.from_numpy(array).to(self.accelerator.device) for name, array in arrays.items()}
-        return tensors | {"samples": chosen}
+        return tensors | {"samples": chosen, "rows": rows}
 
     def _prepare_inputs(self, generation_batch: _Tensors) -> _Tensors:
         return generation_batch  # a micro batch is complete and in place; here TRL would generate, shuffle and split
@@ -365,6 +396,10 @@ class SluiceGRPOTrainer(GRPOTrainer):
         mask, current = tensors["tool_mask"].bool(), self._of_this_version(tensors)
         gap = torch.where(mask, (logprobs.float() - tensors["sampling_per_token_logps"]).abs(), 0.0)
         tokens, on_policy, metrics = int(tensors["num_items_in_batch"]), int(tensors["on_policy_tokens"]), self._step_metrics
+        is_nan = tensors["sampling_per_token_logps"].isnan() & mask
+        metrics["actor/nan_logprobs"] = metrics.get("actor/nan_logprobs", 0.0) + float(is_nan.sum())
+        if self._logprob_tolerance is None:
+            gap = torch.where(is_nan, 0.0, gap)  # counted; with a tolerance it raises below
         for name, chosen, count in (("logprob_gap", current, on_policy), ("off_policy_logprob_gap", ~current, tokens - on_policy)):
             if count:
                 part = torch.where(chosen, gap, 0.0)
@@ -504,8 +539,8 @@ def build_trainer(
     The engine's model must not be copied from this trainer's (TRL rebinds its forward): build it from the same folder, before.
 
     Args:
-        config: everything under `trainer` but `keep_checkpoints`, `model.lora`, `seed`, `engine.temperature` and whatever
-            says how old a trained group may be is used.
+        config: everything under `trainer` but `keep_checkpoints`, `train_infer_correction`, `model.lora`, `seed`,
+            `engine.temperature` and whatever says how old a trained group may be is used.
         longest_completion: tokens behind a prompt, at most: the constant that dr_grpo divides by.
         model_path: folder with the model that the run starts from, on resume too, and its tokenizer.
         output_dir: where checkpoints go, when `trainer.save_every_steps` is set.
@@ -533,6 +568,7 @@ def build_trainer(
             is_synchronous=_is_synchronous(config),
             stale_tokens=settings.stale_tokens,
             own_old_logprobs=config.model.lora is not None and config.model.lora.dropout > 0,
+            correction=config.train_infer_correction,
             torch_threads=settings.torch_threads,
             model=model,
             args=grpo_config(config, output_dir, longest_completion),

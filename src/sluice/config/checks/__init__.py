@@ -1,7 +1,8 @@
 """What no single key can tell: settings that exclude each other, and settings that would do nothing.
 
     finding.py  one broken rule, and how its messages are made
-    run.py      rules of every run: how batches are filled, how old groups may be, the guard, the trainer
+    run.py      rules of every run: how batches are filled, how old groups may be, the guard, the trainer, the distance to the engine
+    correction.py  rules of the train-infer correction
     rlvr.py     rules of an RLVR run: sources, domains, prompts, the mix
     agentic.py  rules of an agentic run: environments, the dialogue, groups of trajectories
 

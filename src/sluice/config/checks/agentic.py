@@ -33,6 +33,7 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
     for path, manager in _managers(config):
         yield from _check_group_filter(path, manager)
     yield from run.check_staleness(config, _ages(config))
+    yield from run.check_two_engines(config)
     yield from _check_dialogue(config)
     yield from _check_turns(config)
     yield from _check_templates(config)

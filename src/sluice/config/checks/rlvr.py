@@ -32,6 +32,7 @@ def contradictions(config: RlvrConfig) -> Iterator[Finding]:
     yield from _check_groups(config)
     yield from _check_additional_prompts(config)
     yield from run.check_staleness(config, _ages(config))
+    yield from run.check_two_engines(config)
     yield from _check_mix(config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 
+from sluice.config.checks.correction import check_correction
 from sluice.config.checks.finding import Finding, Reason, idle, types_in
 from sluice.config.models import LARGEST_GROUP, FilterConfig, RunConfig
 from sluice.config.problems import KeyPath, dotted
@@ -92,6 +93,20 @@ def check_staleness(config: RunConfig, ages: Ages) -> Iterator[Finding]:
             reads=(ratio_key, *ages),
             message="carry needs a max_staleness of at least 1, got 0: a carried group is a step old when it is used - set "
             "resampling.max_staleness to 1 or more",
+        )
+
+
+def check_two_engines(config: RunConfig) -> Iterator[Finding]:
+    """What is done about the distance between trainer and engine."""
+    if config.train_infer_correction is not None:
+        yield from check_correction(config.train_infer_correction, ("train_infer_correction",))
+    precision, path = config.engine.precision, ("trainer", "logprob_tolerance")
+    if precision != "float32" and not config.trainer.bf16 and config.trainer.logprob_tolerance is not None:
+        yield Finding(
+            path=path,
+            reads=(("engine", "precision"), ("trainer", "bf16")),
+            message=f"must be null with engine.precision {precision}, got {config.trainer.logprob_tolerance:g}: an engine of another "
+            "precision than the trainer's never gives the same log-probs - write null, so that they are compared and recorded only",
         )
 
 
