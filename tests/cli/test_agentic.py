@@ -250,6 +250,72 @@ def test_a_stop_text_of_several_tokens_is_refused() -> None:
         list(AgenticQuestions(config_of(dialogue__stop=["END"])).dialogue(Characters()))
 
 
+# ---------------------------------------------------------------- the gate
+
+
+AFTER = "groups are looked at after {k} environment steps of at most 30"
+TELL = "10% of them run on and tell"
+
+
+@pytest.mark.parametrize(
+    ("gate", "status", "text"),
+    [
+        (
+            {"k": 10, "threshold": 0.2},
+            "ok",
+            f"{AFTER.format(k=10)}: prefix_edit_distance_mean < 0.2; a cut group is replaced, {TELL}\n",
+        ),
+        (
+            {"k": 10},
+            "warning",
+            f"{AFTER.format(k=10)}: prefix_edit_distance_mean < 0.12; a cut group is replaced, {TELL}\n"
+            "the threshold was fitted to another model and environment\n"
+            "set gate.shadow first and see gate/precision, or set gate.hold_precision",
+        ),
+        (
+            {"k": 5, "rule": {"type": "or_termination"}, "shadow": True},
+            "ok",
+            f"{AFTER.format(k=5)}: or_termination; nothing is cut (shadow)\n",
+        ),
+        (
+            {"k": 5, "hold_precision": 0.9, "on_cut": "drop"},
+            "ok",
+            f"{AFTER.format(k=5)}: prefix_edit_distance_mean < 0.12; a cut group is left out, {TELL}, precision held above 0.9\n",
+        ),
+        (
+            {"futility": {"steps": 6, "invalid_actions": 3}},
+            "ok",
+            f"trajectories are stopped by steps 6, invalid_actions 3; {TELL}\n",
+        ),
+    ],
+)
+def test_the_gate_is_told_in_words(gate: dict[str, Any], status: str, text: str) -> None:
+    agentic_questions = AgenticQuestions(config_of(gate=gate))
+    list(agentic_questions.environment())
+    assert told(agentic_questions.gate()) == [(status, text)]
+
+
+def test_without_a_gate_nothing_is_said_of_it() -> None:
+    assert told(AgenticQuestions(config_of()).gate()) == []
+
+
+@pytest.mark.parametrize(
+    ("sign", "status", "words"),
+    [("invalid_actions", "warning", "tells its admissible commands"), ("progress_steps", "problem", "tells its progress")],
+)
+def test_an_environment_that_does_not_say_what_a_sign_reads_is_named(sign: str, status: str, words: str) -> None:
+    agentic_questions = AgenticQuestions(config_of(environment__type=f"{HERE}.Silent", gate={"futility": {sign: 3}}))
+    list(agentic_questions.environment())
+    ((found, text),) = told(agentic_questions.gate())
+    assert found == status
+    assert words in text
+
+
+def test_a_gate_that_cannot_be_is_told_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"gate\.k: expected a step below the horizon 30"):
+        list(AgenticQuestions(config_of(gate={"k": 30, "threshold": 0.2})).gate())
+
+
 # ---------------------------------------------------------------- the command
 
 

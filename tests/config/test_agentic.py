@@ -62,7 +62,18 @@ def test_the_full_example_gives_every_key_of_its_own_another_value_than_the_defa
     config = loaded(AGENTIC_FULL)
     for section in own_sections(config):
         for name, field in type(section).model_fields.items():
-            if name in ("enable", "run_in", "group_filter_cls", "group_filter_config", "metric", "episodes_per_worker", "workers"):
+            if name in (
+                "enable",
+                "run_in",
+                "group_filter_cls",
+                "group_filter_config",
+                "metric",
+                "episodes_per_worker",
+                "workers",
+                "rule",
+                "barrier",
+                "shadow",
+            ):
                 continue  # each excludes another key of the example
             if section is config.val_env_manager and name in ("group_size_redundancy", "max_traj_per_env"):
                 continue  # not of an evaluation

@@ -14,6 +14,7 @@ from sluice.cli.doctor import Check, ok, problem, short, warning
 from sluice.cli.environment import package_checks
 from sluice.cli.reporting import extra_packages
 from sluice.config import AgenticConfig, EnvironmentConfig, EnvManagerConfig
+from sluice.config.gate import FutilityConfig, GateConfig
 from sluice.environments import ENVIRONMENTS, EnvFault, EnvironmentHost, EnvReset, EnvStep, check_environment, episode_seed
 from sluice.environments.base import Call
 
@@ -60,6 +61,45 @@ class AgenticQuestions:
             what = {"record": "recorded only", "apply": "left out of the mean"}[config.validation.filtering]
             told = self._filter("val", config.val_env_manager)
             yield ok("group filter", f"evaluation: {told}" + (f", what it drops is {what}" if told != _NO_FILTER else ""))
+
+    def gate(self) -> Iterator[Check]:
+        """What decides on running groups and on single trajectories, where there is such a thing."""
+        gate = self.config.gate
+        if gate is None:
+            return
+        from sluice.pipeline.gate import build_gate, horizon_of
+
+        build_gate(self.config)
+        horizon = horizon_of(self.config)
+        if gate.k is not None:
+            yield self._gate_of_groups(gate, gate.k, horizon)
+        if gate.futility is not None:
+            yield from self._futility(gate, gate.futility)
+
+    def _gate_of_groups(self, gate: GateConfig, k: int, horizon: int | None) -> Check:
+        rule = f"{gate.signal} < {gate.threshold:g}" if gate.rule is None else str(gate.rule["type"])
+        then = "nothing is cut (shadow)" if gate.shadow else f"a cut group is {'replaced' if gate.on_cut == 'replace' else 'left out'}"
+        audits = "" if gate.shadow else f", {gate.audit_rate:.0%} of them run on and tell"
+        held = "" if gate.hold_precision is None else f", precision held above {gate.hold_precision:g}"
+        of = "" if horizon is None else f" of at most {horizon}"
+        told = f"groups are looked at after {k} environment steps{of}: {rule}; {then}{audits}{held}"
+        is_published = gate.rule is None and "threshold" not in gate.model_fields_set
+        if is_published and gate.hold_precision is None and not gate.shadow:
+            remedy = "set gate.shadow first and see gate/precision, or set gate.hold_precision"
+            return warning("gate", f"{told}\nthe threshold was fitted to another model and environment", remedy)
+        return ok("gate", told)
+
+    def _futility(self, gate: GateConfig, futility: FutilityConfig) -> Iterator[Check]:
+        signs = futility.model_dump(include={"steps", "loops", "invalid_actions", "progress_steps"}, exclude_none=True)
+        audits = "nobody is stopped (shadow)" if gate.shadow else f"{futility.audit_rate:.0%} of them run on and tell"
+        told = f"trajectories are stopped by {', '.join(f'{name} {value}' for name, value in signs.items())}; {audits}"
+        info = None if self._first is None else self._first.info
+        if info is not None and info.progress is None and futility.progress_steps is not None:
+            yield problem("gate", told, "progress_steps needs an environment that tells its progress, and this one does not: leave it out")
+        elif info is not None and info.admissible_commands is None and futility.invalid_actions is not None:
+            yield warning("gate", told, "invalid_actions needs an environment that tells its admissible commands: leave it out")
+        else:
+            yield ok("gate", told)
 
     def dialogue(self, tokenizer: Any) -> Iterator[Check]:
         """Text to tokens and back: whether stop texts are tokens, and how much of a sequence the first observation takes."""

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.execution.validation import ValidationResult
+from sluice.records.gate_lines import gate_line, gate_of
 from sluice.records.summary import clock_time, over_all
 from sluice.types import Category
 
@@ -410,6 +411,8 @@ def _view(s: _State, now: float) -> RenderableType:
     rows.add_row("dropped", _dropped_text(s, "low_information"))
     if s.rejected("invalid"):
         rows.add_row("", _dropped_text(s, "invalid"))
+    if gate := gate_of({name: value for name, value in s.metrics.items() if name.startswith("gate/")}):
+        rows.add_row("gate", gate_line(gate))
     rows.add_row("reward", _reward_text(s))
     rows.add_row("held-out", _held_out_text(s))
     if s.before is not None and len(s.before) > 1:

@@ -63,6 +63,7 @@ def _agentic_questions(config: AgenticConfig) -> Iterator[tuple[str, Question]]:
     yield "environment", agentic.environment
     yield "evaluation", agentic.evaluation
     yield "group filter", agentic.group_filters
+    yield "gate", agentic.gate
     yield "model", lambda: _check_model(config)
     yield "dialogue", lambda: agentic.dialogue(_tokenizer(config))
     yield "dry run", lambda: _check_agentic_dry_run(config)

@@ -7,10 +7,13 @@ with `num_env_groups`, `group_size`, `group_size_redundancy`, `group_filter_cls`
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
+from sluice.config.gate import GateConfig
 from sluice.config.models import (
     LARGEST_GROUP,
     LONGEST_GROUP_S,
@@ -101,6 +104,7 @@ class AgenticConfig(RunConfig):
     rollout_batch_size: int = Field(ge=1, le=MOST_TRAJECTORIES)  # trajectories per optimiser step: a multiple of group_size
     sequence_length: int = Field(ge=2, le=MOST_TOKENS)  # tokens of a whole trajectory; one that reaches it is truncated
     validation: AgenticValidationConfig = AgenticValidationConfig()
+    gate: GateConfig | None = None  # None: every group runs to its end
 
     @property
     def groups_per_batch(self) -> int:
@@ -124,6 +128,12 @@ class AgenticConfig(RunConfig):
         """Groups beyond the batch that may run at once, where `max_traj_per_env` makes room for them."""
         manager = self.train_env_manager
         return 0 if manager.max_traj_per_env == -1 else max(0, manager.num_env_groups * manager.max_traj_per_env - self.groups_per_batch)
+
+    @property
+    def most_open_groups(self) -> int:
+        """Groups that may be under way at once: of the batch, of those that are prepared ahead, and additional ones."""
+        ahead = math.ceil(Fraction(repr(self.async_generation_ratio)) * self.groups_per_batch)
+        return self.groups_per_batch + ahead + self.additional_groups
 
     @property
     def on_member_failure(self) -> Literal["replace", "judge"]:

@@ -4,6 +4,7 @@
     job.py          what a kind of run must offer
     rlvr.py         prompts, verifiers, query and response filters
     agentic.py      environments, trajectories, group filters
+    gate.py         its gate
     build.py        from a configuration to its job
     run.py          one run under way
     resume.py       where a run is taken up again

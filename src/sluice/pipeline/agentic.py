@@ -16,6 +16,7 @@ from sluice.filters.base import QueryFilter
 from sluice.filters.context import Mode
 from sluice.generation import Engine, SlotEngine
 from sluice.generation.tokenizer import load_tokenizer
+from sluice.pipeline.gate import build_gate
 from sluice.pipeline.job import Job
 from sluice.scheduler import Scheduler, SchedulerConfig
 from sluice.tasks import EpisodeTasks, held_out_episodes
@@ -66,6 +67,7 @@ class AgenticJob(Job):
         check_environment(config.environment)
         if config.val_environment is not None:
             check_environment(config.val_environment, where="val_environment")
+        build_gate(config)  # each machine gets its own: here only what is wrong with its settings
         phase("loading the model")
         tokenizer = load_tokenizer(config.model.path)
         held_out = config.val_env_manager
@@ -98,6 +100,10 @@ class AgenticJob(Job):
     def scheduler_config(self) -> SchedulerConfig:
         """The machine's settings."""
         return agentic_scheduler_config(self.config)
+
+    def build_scheduler(self) -> Scheduler:
+        """The machine of a run, with its gate."""
+        return Scheduler(self.scheduler_config(), self.filters, guard=self.guard, gate=build_gate(self.config))
 
     async def open(
         self,

@@ -46,6 +46,11 @@ CHANGEABLE: Final = (
     "resampling.group_timeout_s",
     "guard.max_filter_ratio",
     "guard.policy",
+    "gate.on_cut",
+    "gate.barrier",
+    "gate.shadow",
+    "gate.audit_rate",
+    "gate.futility.audit_rate",
 )
 """Settings that may differ after a resume: none of them changes what has been saved, or the order of the prompts. Every bound is among
 them whose error advises to loosen it."""

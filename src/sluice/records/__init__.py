@@ -7,6 +7,7 @@
 - `checkpoints.py`: what a run is resumed from: state beside the trainer's files, proved whole by a manifest
 - `summary.py`: a run in figures, read from run.db, and the lines that are printed at its end
 - `status.py`: how a run is doing, or was doing when it died
+- `gate_lines.py`: what its gate did, for both of them
 
 To add a sink: a class with `write` and `close` in `sinks.py` (its package imported inside `__init__`), a switch in `RecordsConfig`, a line
 in `build_sinks`. To record something new: a table in `rundb.py` (raise SCHEMA_VERSION) and a method of `Journal`.

@@ -71,7 +71,7 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
         "end_step INTEGER NOT NULL",
         "outcome TEXT NOT NULL",
         "reason TEXT NOT NULL",
-        "category TEXT",  # NULL unless dropped
+        "category TEXT",  # NULL unless dropped or cut
         "source TEXT NOT NULL",
         "attempts INTEGER NOT NULL",
         "sampled_tokens INTEGER NOT NULL",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sluice.records.checkpoints import complete_steps
+from sluice.records.gate_lines import gate_line, gate_of
 from sluice.records.run_folder import RunFolder
 from sluice.records.rundb import SCHEDULER, facts_in, open_for_reading
 from sluice.records.summary import MAX_STEPS, clock_time, count_row, seconds_until
@@ -84,6 +85,7 @@ class RunStatusReport:
     waiting_s: float | None  # for how long
     oldest_group: OldestGroup | None
     quarantined: int | None  # prompts that are not drawn any more
+    gate: Mapping[str, float] | None  # its metrics without `gate/`
 
     @property
     def can_be_resumed(self) -> bool:
@@ -143,6 +145,7 @@ def read_status(run_db: Path, now: float) -> RunStatusReport:
         waiting_s=_aged(snapshot.get("waiting_since_s"), aged_s),
         oldest_group=_oldest(snapshot.get("oldest_group"), aged_s),
         quarantined=_count(snapshot.get("quarantined")),
+        gate=gate_of(snapshot.get("gate")),
     )
 
 
@@ -237,6 +240,8 @@ def _snapshot_rows(r: RunStatusReport) -> list[tuple[str, str]]:
         rows.append(("oldest group", f"{clock_time(oldest.age_s)} old: group {oldest.group_id} of task {_plain(oldest.task_id)}"))
     if r.policy_version is not None:
         rows.append(("policy version", str(r.policy_version)))
+    if r.gate is not None:
+        rows.append(("gate", gate_line(r.gate)))
     if r.quarantined:
         rows.append(("quarantined", _counted(r.quarantined, "prompt")))
     return rows

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sluice.execution.validation import ValidationResult
+from sluice.records.gate_lines import TaskTypeTotal, gate_lines, read_gate
 from sluice.records.rundb import SECONDS_AWAY, facts_in, open_for_reading
-from sluice.types import Category
+from sluice.types import EMPTY, Category
 
 ENGINE_TOKENS = "engine_tokens"
 """Fact: tokens sampled for training by the engine's own count, against which the ledger must sum."""
@@ -20,7 +21,7 @@ MAX_STEPS = "max_steps"
 """Fact: optimiser steps that were asked for."""
 
 # Outcomes that are not named here come after these.
-_OUTCOME_ORDER = ("trained", "dropped", "rejected", "expired", "failed", "cancelled", "surplus", "discarded", "lost", "late", "open")
+_OUTCOME_ORDER = ("trained", "dropped", "cut", "rejected", "expired", "failed", "cancelled", "surplus", "discarded", "lost", "late", "open")
 _WORDS = {"lost": "lost to kills"}  # outcomes that need more than their name
 
 
@@ -29,7 +30,7 @@ class GroupTotal:
     """Groups that left the same way."""
 
     outcome: str
-    category: Category | None  # None unless dropped
+    category: Category | None  # None unless dropped or cut
     reason: str
     groups: int
     tokens: int
@@ -72,6 +73,8 @@ class RunSummary:
     after: Evaluation | None  # the latest; None: there was no second one
     warnings: int
     errors: int
+    gate: Mapping[str, float] = field(default_factory=lambda: EMPTY)  # its newest metrics without `gate/`; empty: there is no gate
+    task_types: tuple[TaskTypeTotal, ...] = ()  # most frequent first; only where there is a gate
 
     @property
     def tokens(self) -> int:
@@ -109,6 +112,7 @@ def read_summary(run_db: Path) -> RunSummary:
             for outcome, tokens, attempts, _ in db.execute("SELECT outcome, tokens, attempts, max(rowid) FROM ledger GROUP BY outcome")
         ]  # SQLite takes the other columns from the row of the maximum
         first, latest = (_read_evaluation(db.execute(sql)) for sql in (_FIRST_EVALUATION, _LATEST_EVALUATION))
+        gate, task_types = read_gate(db)
         levels: dict[str, int] = dict(db.execute("SELECT level, count(*) FROM events GROUP BY level").fetchall())
     return RunSummary(
         run_db=run_db,
@@ -127,6 +131,8 @@ def read_summary(run_db: Path) -> RunSummary:
         after=latest,
         warnings=levels.get("warning", 0),
         errors=levels.get("error", 0),
+        gate=gate,
+        task_types=task_types,
     )
 
 
@@ -188,7 +194,14 @@ _NUMBER = 11  # columns of a count
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The final printout of a run: plain ASCII lines without a newline, at most 80 columns but for long paths and names."""
-    parts = (_headline(summary), _validation_lines(summary), _token_lines(summary), _group_lines(summary), _result_lines(summary))
+    parts = (
+        _headline(summary),
+        _validation_lines(summary),
+        _token_lines(summary),
+        _group_lines(summary),
+        gate_lines(summary.gate, summary.task_types),
+        _result_lines(summary),
+    )
     lines: list[str] = []
     for part in parts:
         lines += [*([""] if lines and part else []), *part]

@@ -5,6 +5,7 @@
     correction.py  rules of the train-infer correction
     rlvr.py     rules of an RLVR run: sources, domains, prompts, the mix
     agentic.py  rules of an agentic run: environments, the dialogue, groups of trajectories
+    gate.py     rules of its gate
 
 Two lists of rules. `contradictions` are wrong whatever the user wrote. `without_effect` names every key that the rest of the
 configuration makes idle; it is an error only where the user wrote it, and the resolved configuration leaves it out. A rule reads the

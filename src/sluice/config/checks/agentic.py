@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from sluice.config.agentic import MOST_TRAJECTORIES, AgenticConfig, EnvironmentConfig, EnvManagerConfig
-from sluice.config.checks import run
+from sluice.config.checks import gate, run
 from sluice.config.checks.finding import Finding, Reason, idle, no_template
 from sluice.config.models import MOST_GROUPS
 from sluice.config.problems import KeyPath, dotted, suggestion
@@ -37,6 +37,7 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
     yield from _check_dialogue(config)
     yield from _check_turns(config)
     yield from _check_templates(config)
+    yield from gate.contradictions(config)
 
 
 def without_effect(config: AgenticConfig) -> Iterator[Finding]:
@@ -56,6 +57,7 @@ def without_effect(config: AgenticConfig) -> Iterator[Finding]:
     yield from _idle_guard(config)
     yield from run.idle_guard_keys(config)
     yield from run.idle_trainer_keys(config)
+    yield from gate.without_effect(config)
 
 
 # ---------------------------------------------------------------- contradictions

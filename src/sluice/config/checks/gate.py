@@ -1,0 +1,193 @@
+"""Rules of the gate of an agentic run: what it decides on, what it may cost, and what of it does nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from sluice.config.agentic import AgenticConfig
+from sluice.config.checks.finding import Finding, Reason, idle
+from sluice.config.gate import GateConfig
+from sluice.config.problems import KeyPath, dotted, suggestion, told
+
+RULES: Final = ("by_task_type", "or_termination", "single_axis")  # the built-in rules
+SHARES: Final = ("threshold", "termination_threshold")  # their arguments that lie between 0 and 1
+SIGNS: Final = ("steps", "loops", "invalid_actions", "progress_steps")  # of a futile trajectory
+
+_GATE: KeyPath = ("gate",)
+_K: KeyPath = (*_GATE, "k")
+_AUDIT: KeyPath = (*_GATE, "audit_rate")
+_HOLD: KeyPath = (*_GATE, "hold_precision")
+_SHADOW: KeyPath = (*_GATE, "shadow")
+_FUTILITY: KeyPath = (*_GATE, "futility")
+
+
+def contradictions(config: AgenticConfig) -> Iterator[Finding]:
+    """Settings that cannot all hold."""
+    gate = config.gate
+    if gate is None:
+        return
+    if gate.k is None and gate.futility is None:
+        message = "expected k, the environment step at which groups are looked at, or futility, got neither - give one, or delete gate"
+        yield Finding(path=_GATE, message=message)
+    yield from _check_horizon(config, gate)
+    if gate.futility is not None and all(getattr(gate.futility, sign) is None for sign in SIGNS):
+        message = f"expected at least one of {', '.join(SIGNS)}, got none - give steps (6 to 8 is careful), or delete futility"
+        yield Finding(path=_FUTILITY, message=message)
+    if gate.k is not None:
+        yield from _check_audit(gate)
+        if gate.rule is not None:
+            yield from _check_rule((*_GATE, "rule"), gate.rule)
+        if gate.barrier and not gate.shadow:
+            yield from _check_barrier(config)
+
+
+def without_effect(config: AgenticConfig) -> Iterator[Finding]:
+    """Every key that does nothing because of another key, whether or not the user wrote it."""
+    gate = config.gate
+    if gate is None:
+        return
+    if gate.k is None:
+        for name in ("threshold", "signal", "rule", "on_cut", "barrier", "audit_rate", "hold_precision", "most_scale", "window"):
+            yield idle((*_GATE, name), Reason(_K, "not given, so that no group is looked at", "give k"))
+    else:
+        yield from _idle_of_groups(config, gate)
+    yield from _idle_audit(gate)
+
+
+# ---------------------------------------------------------------- contradictions
+
+
+def _check_horizon(config: AgenticConfig, gate: GateConfig) -> Iterator[Finding]:
+    limits: dict[KeyPath, int | None] = {
+        ("environment", "max_steps"): config.environment.max_steps,
+        ("dialogue", "max_turns"): config.dialogue.max_turns,
+    }
+    known = {path: limit for path, limit in limits.items() if limit is not None}
+    if not known:
+        return
+    path, horizon = min(known.items(), key=lambda entry: entry[1])
+    steps = {_K: gate.k} if gate.futility is None else {_K: gate.k, **{(*_FUTILITY, sign): getattr(gate.futility, sign) for sign in SIGNS}}
+    for key, value in steps.items():
+        if value is not None and value >= horizon:
+            yield Finding(
+                path=key,
+                reads=(path,),
+                message=f"must be below {dotted(path)} ({horizon}), where every trajectory ends, got {value}: nothing is left to save "
+                "there - lower it",
+            )
+
+
+def _check_audit(gate: GateConfig) -> Iterator[Finding]:
+    if gate.shadow:
+        return
+    if gate.audit_rate == 1:
+        yield Finding(path=_AUDIT, message="must be below 1, got 1: every group would be audited, and none cut - lower it, or set shadow")
+    if gate.hold_precision is None:
+        return
+    if gate.audit_rate == 0:
+        yield Finding(
+            path=_AUDIT,
+            reads=(_HOLD, _SHADOW),
+            message=f"must be above 0 with {dotted(_HOLD)} {gate.hold_precision:g}, got 0: without audits no precision is known - set 0.1",
+        )
+    enough = math.ceil(math.log((1 - gate.confidence) / 2) / math.log(gate.hold_precision))
+    if gate.window < enough:
+        yield Finding(
+            path=(*_GATE, "window"),
+            reads=(_HOLD, (*_GATE, "confidence")),
+            message=f"must be at least {enough} with {dotted(_HOLD)} {gate.hold_precision:g}, got {gate.window}: even if all of so few "
+            "audited groups were right, the lower bound of the precision would stay below it - raise it, or lower hold_precision",
+        )
+
+
+def _check_rule(path: KeyPath, rule: Mapping[str, Any]) -> Iterator[Finding]:
+    """The type of a rule, and shares among its arguments. What else its arguments must be is for whoever builds it."""
+    kind = rule.get("type")
+    if not isinstance(kind, str):
+        found = "none" if kind is None else told(kind)
+        yield Finding(path=(*path, "type"), message=f"expected one of {', '.join(RULES)}, or an import path, got {found} - give it")
+        return
+    if "." in kind:
+        return
+    if kind not in RULES:
+        near = suggestion(kind, RULES, what="rules")
+        yield Finding(path=(*path, "type"), message=f"expected one of {', '.join(RULES)}, or an import path, got {kind!r}{near}")
+        return
+    for name in SHARES:
+        if name in rule:
+            yield from _check_share((*path, name), rule[name])
+    rules = rule.get("rules")
+    inner = [(("rules", str(name)), one) for name, one in rules.items()] if isinstance(rules, Mapping) else []
+    for below, one in [*inner, (("default",), rule.get("default"))]:
+        if isinstance(one, Mapping):
+            yield from _check_rule((*path, *below), one)
+        elif one is not None:
+            yield from _check_share((*path, *below), one)
+
+
+def _check_share(path: KeyPath, value: Any) -> Iterator[Finding]:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        yield Finding(path=path, message=f"expected a number >= 0 and <= 1, got {told(value)}")
+
+
+def _check_barrier(config: AgenticConfig) -> Iterator[Finding]:
+    """Members that wait hold their environment: nobody may wait for one that waits for it."""
+    manager, groups = config.train_env_manager, config.most_open_groups
+    key = (*_GATE, "barrier")
+    if groups > manager.num_env_groups:
+        yield Finding(
+            path=key,
+            reads=(("train_env_manager", "num_env_groups"), ("rollout_batch_size",), ("async_generation_ratio",)),
+            message=f"needs an environment for every member of every open group, and {groups} groups may be open, "
+            f"train_env_manager.num_env_groups is {manager.num_env_groups}: members would wait for each other - raise num_env_groups to "
+            f"{groups}, or delete barrier",
+        )
+    members = groups * (manager.group_size + manager.group_size_redundancy)
+    if config.environment.run_in == "process" and config.environment.workers < members:
+        yield Finding(
+            path=key,
+            reads=(("environment", "workers"), ("environment", "run_in")),
+            message=f"needs a worker for every member of every open group, and {members} may be open, environment.workers is "
+            f"{config.environment.workers}: members would wait for each other - raise workers to {members}, set environment.run_in to "
+            "inline or thread, or delete barrier",
+        )
+
+
+# ---------------------------------------------------------------- keys without effect
+
+
+def _idle_of_groups(config: AgenticConfig, gate: GateConfig) -> Iterator[Finding]:
+    if gate.rule is not None:
+        for name in ("threshold", "signal"):
+            yield idle((*_GATE, name), Reason((*_GATE, "rule"), "given, and decides alone", "delete rule"))
+    if gate.shadow:
+        for name in ("on_cut", "barrier"):
+            yield idle((*_GATE, name), Reason(_SHADOW, "true: nothing is cut", "set shadow to false"))
+    if config.resampling.fill == "shrink":
+        yield idle((*_GATE, "on_cut"), Reason(("resampling", "fill"), "shrink, where nothing is replaced", "set fill to refill"))
+    if gate.hold_precision is None:
+        yield idle((*_GATE, "most_scale"), Reason(_HOLD, "not given, so that the threshold stays where it is", "give it"))
+
+
+def _idle_audit(gate: GateConfig) -> Iterator[Finding]:
+    futility = gate.futility
+    groups_tell = gate.k is not None and (gate.shadow or gate.audit_rate > 0)
+    members_tell = futility is not None and (gate.shadow or futility.audit_rate > 0)
+    if gate.shadow:
+        if gate.k is not None:
+            yield idle(_AUDIT, Reason(_SHADOW, "true, where every group tells", "set shadow to false"))
+        yield from _idle_futility(gate, "audit_rate", Reason(_SHADOW, "true, where every member tells", "set shadow to false"))
+    if gate.k is not None and not groups_tell:
+        yield idle((*_GATE, "window"), Reason(_AUDIT, "0, so that no group tells", "raise it"))
+    if not members_tell:
+        yield from _idle_futility(gate, "window", Reason((*_FUTILITY, "audit_rate"), "0, so that no member tells", "raise it"))
+    if not groups_tell and not members_tell:
+        cause = _AUDIT if gate.k is not None else (*_FUTILITY, "audit_rate")
+        yield idle((*_GATE, "confidence"), Reason(cause, "0, so that there is nothing to have an interval of", "raise it"))
+
+
+def _idle_futility(gate: GateConfig, name: str, reason: Reason) -> Iterator[Finding]:
+    if gate.futility is not None:
+        yield idle((*_FUTILITY, name), reason)

@@ -1,0 +1,70 @@
+"""The gate of an agentic run, from its configuration: what decides on running groups, and on single trajectories."""
+
+from __future__ import annotations
+
+import time
+
+from sluice.config import AgenticConfig
+from sluice.config.gate import FutilityConfig, GateConfig
+from sluice.environments import step_limit
+from sluice.errors import ConfigError
+from sluice.gate import FutilityKeeper, FutilityRule, Gate, GateKeeper, build_rule
+from sluice.scheduler.gating import MachineGate
+
+
+def build_gate(config: AgenticConfig) -> MachineGate | None:
+    """A fresh gate, for one machine; None: the run has none. Raises `ConfigError` when a setting is wrong."""
+    gate = config.gate
+    if gate is None:
+        return None
+    horizon = horizon_of(config)
+    return MachineGate(
+        None if gate.k is None else _groups(config, gate, gate.k, horizon),
+        None if gate.futility is None else _members(config, gate, gate.futility, horizon),
+        on_cut=gate.on_cut,
+        barrier=gate.barrier and not gate.shadow,
+        clock=time.perf_counter,
+    )
+
+
+def horizon_of(config: AgenticConfig) -> int | None:
+    """Most environment steps of a trajectory. None: not known."""
+    limits = (step_limit(config.environment), config.dialogue.max_turns)
+    return min([limit for limit in limits if limit is not None], default=None)
+
+
+def _groups(config: AgenticConfig, gate: GateConfig, k: int, horizon: int | None) -> GateKeeper:
+    if gate.rule is None:
+        decides = Gate(k=k, threshold=gate.threshold, signal=gate.signal, horizon=horizon)
+    else:
+        decides = Gate(k=k, rule=build_rule(gate.rule), horizon=horizon)
+    return GateKeeper(
+        decides,
+        group_size=config.train_env_manager.group_size,
+        redundancy=config.train_env_manager.group_size_redundancy,
+        seed=config.seed,
+        audit_rate=gate.audit_rate,
+        shadow=gate.shadow,
+        hold_precision=gate.hold_precision,
+        most_scale=gate.most_scale,
+        window=gate.window,
+        confidence=gate.confidence,
+    )
+
+
+def _members(config: AgenticConfig, gate: GateConfig, futility: FutilityConfig, horizon: int | None) -> FutilityKeeper:
+    signs = futility.model_dump(include={"steps", "loops", "invalid_actions", "progress_steps"})
+    for name, value in signs.items():
+        if horizon is not None and value is not None and value >= horizon:
+            raise ConfigError(
+                f"gate.futility.{name}: expected a number below {horizon}, the steps after which every trajectory ends, got {value} - "
+                "nothing is left to save there: lower it"
+            )
+    return FutilityKeeper(
+        FutilityRule(**signs),
+        seed=config.seed,
+        audit_rate=1.0 if gate.shadow else futility.audit_rate,
+        window=futility.window,
+        confidence=gate.confidence,
+        horizon=horizon,
+    )
