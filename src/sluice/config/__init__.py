@@ -4,6 +4,7 @@
     section.py    what all sections have in common
     correction.py the keys of the train-infer correction, and its presets
     agentic.py    the keys of an agentic run
+    gate.py       the keys of its gate
     pipelines.py  which kinds of runs there are
     load.py       from a YAML file and overrides to a checked configuration, and back to YAML
     reading.py    YAML into plain data, with the line of every key
@@ -27,6 +28,7 @@ from sluice.config.agentic import (
     EnvMonitorConfig,
 )
 from sluice.config.correction import CorrectionFilterConfig, IsWeightConfig, TrainInferCorrectionConfig
+from sluice.config.gate import FutilityConfig, GateConfig
 from sluice.config.load import check_config, load_config, parse_config, to_yaml
 from sluice.config.models import (
     AdvantageConfig,
@@ -63,6 +65,8 @@ __all__ = [
     "EnvMonitorConfig",
     "EnvironmentConfig",
     "FilterConfig",
+    "FutilityConfig",
+    "GateConfig",
     "GuardConfig",
     "IsWeightConfig",
     "LoraConfig",
