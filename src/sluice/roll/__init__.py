@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sluice.config import EnvManagerConfig as EnvManagerConfig
     from sluice.config import RlvrConfig
     from sluice.roll.context import RolloutContext as RolloutContext
+    from sluice.roll.correction import apply_train_infer_correction as apply_train_infer_correction
     from sluice.roll.data import DataProto as DataProto
     from sluice.roll.data import DataProtoItem as DataProtoItem
     from sluice.roll.filters import query_filter as query_filter
@@ -58,6 +59,7 @@ _HOME_OF = {
     "UserDefinedRolloutLoop": "loop",
     "adapt_group_filter": "group_filter",
     "adapt_loop": "loop",
+    "apply_train_infer_correction": "correction",
     "build_group_queue": "queue",
     "expand_requests": "requests",
     "expand_responses": "requests",
