@@ -168,5 +168,5 @@ def test_loading_prints_nothing(qwen2_path, capfd):
 
 
 def test_weights_may_be_loaded_in_another_type(qwen2_path):
-    with SlotEngine.load(qwen2_path, max_slots=1, max_length=8, dtype=torch.float64) as engine:
+    with SlotEngine.load(qwen2_path, max_slots=1, max_length=8, precision=torch.float64) as engine:
         assert engine._model.dtype == torch.float64

@@ -144,7 +144,7 @@ def test_other_architectures_are_exact_too(make, tmp_path):
 
 
 def test_half_precision_keeps_its_logprobs_in_float32(qwen2_path):
-    with SlotEngine.load(qwen2_path, max_slots=2, max_length=32, threads=1, dtype=torch.bfloat16) as engine:
+    with SlotEngine.load(qwen2_path, max_slots=2, max_length=32, threads=1, precision="bfloat16") as engine:
         generation = tiny.generate(engine, [tiny.request(0, [5, 6, 7])])[0]
     assert generation.inference_logprobs.dtype == np.float32
     assert np.all(generation.inference_logprobs <= 0)

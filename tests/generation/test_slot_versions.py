@@ -8,7 +8,6 @@ import weakref
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -416,7 +415,7 @@ def test_tied_and_untied_models_change_editions_alike(tmp_path):
 
 def test_half_precision_weights_change_editions_too(qwen2_path, models):
     asked = [tiny.request(0, [5], new=12), tiny.request(1, [6], new=2), tiny.request(2, [7], new=6)]
-    with loaded(qwen2_path, slots=2, dtype=torch.bfloat16) as engine:
+    with loaded(qwen2_path, slots=2, precision="bfloat16") as engine:
         generations, _, passes = played(engine, asked, {1: publish(models[1], 1)})
         assert max(passes.versions_live) == 2
         engine.publish(models[1].state_dict(), 1)

@@ -93,11 +93,9 @@ def _check_verifiers(config: RlvrConfig) -> Iterator[Check]:
 
 
 def _check_model(config: AnyConfig) -> Iterator[Check]:
-    import torch
-
     from sluice.generation.loading import check_architecture, load_net
 
-    net, _ = load_net(config.model.path, dtype=torch.float32, lora=config.model.lora)
+    net, _ = load_net(config.model.path, precision=config.engine.precision, lora=config.model.lora)
     check_architecture(net, _longest(config))
     tokenizer = _tokenizer(config)
     parameters = sum(parameter.numel() for parameter in net.parameters())

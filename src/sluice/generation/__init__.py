@@ -14,6 +14,7 @@
   - cache.py     keys and values of all slots
   - sampling.py  how a token is drawn, and its log-prob
   - loading.py   the engine's own model from disk, and what is refused
+  - precision.py in which numbers it computes: float32, bfloat16, int8
   - weights.py   published weights, checked and copied; older ones for as long as somebody needs them
 
 To add an engine: write one file with a class that follows `base.Engine`, export it here, and let the pipeline build it from

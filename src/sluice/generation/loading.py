@@ -19,11 +19,12 @@ from transformers.utils import logging as transformers_logging
 
 from sluice.config.models import LoraConfig
 from sluice.errors import ConfigError
+from sluice.generation.precision import DTYPES, Precision, round_to_int8
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.generation.weights import Weights
 
 
-def load_net(path: str | Path, *, dtype: torch.dtype, lora: LoraConfig | None) -> tuple[Any, Weights]:
+def load_net(path: str | Path, *, precision: Precision | torch.dtype, lora: LoraConfig | None) -> tuple[Any, Weights]:
     """A fresh model in eval mode, and the tensors that a publish replaces.
 
     Raises `ConfigError` for a wrong path or adapter, a folder that cannot be read, and weights that are not all there. Torch's random state
@@ -37,10 +38,11 @@ def load_net(path: str | Path, *, dtype: torch.dtype, lora: LoraConfig | None) -
             f"save the model there first"
         )
     with torch.random.fork_rng(devices=[]):
-        net = _read(folder, dtype)
+        net = _read(folder, DTYPES[precision] if isinstance(precision, str) else precision)
         net.requires_grad_(False)
+        names = round_to_int8(net) if precision == "int8" else set()
         if lora is None:
-            return net.eval(), Weights(net, net.state_dict())
+            return net.eval(), Weights(net, net.state_dict(), rounded_names=names)
         net, weights = _with_adapter(net, lora)
         return net.eval(), weights
 

@@ -19,14 +19,17 @@ Index = npt.NDArray[np.int64]
 
 _KEY_LENGTH_MULTIPLE = 8  # keys attended to are rounded up to this: one vector register of float32
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # largest error of the probe, relative to the largest logit
-_PROBE_TOLERANCE_HALF = 0.1  # for 16-bit types: a few of their rounding steps, summed over layers
+_PROBE_TOLERANCE_HALF = 0.1  # for 16-bit types and int8: a few of their rounding steps, summed over layers
 
 
 class SlotModel:
     """A model and the keys and values of its live sequences. All calls happen under `torch.inference_mode`, from one thread."""
 
-    def __init__(self, net: Any, *, max_slots: int, max_length: int) -> None:
-        """net: a transformers model for causal language modelling, in eval mode, not shared with anyone."""
+    def __init__(self, net: Any, *, max_slots: int, max_length: int, is_rounded: bool = False) -> None:
+        """net: a transformers model for causal language modelling, in eval mode, not shared with anyone.
+
+        is_rounded: it rounds to fewer digits than those of its type, so that the last of them decides about whole steps.
+        """
         self.net = net
         self.config = net.config.get_text_config()
         head = net.get_output_embeddings()
@@ -37,6 +40,7 @@ class SlotModel:
             )
         self.vocab_size = int(head.weight.shape[0])
         self.dtype: torch.dtype = net.dtype
+        self._probe_tolerance = _PROBE_TOLERANCE_HALF if is_rounded else _PROBE_TOLERANCE.get(self.dtype, _PROBE_TOLERANCE_HALF)
         self.cache = self._new_cache(max_slots, max_length)
         self._picked: tuple[torch.Tensor, torch.Tensor] | None = None  # input rows and their tokens that get logits; None: all, T = 1
         # Logits are made of one token per row only. Picking that token just before the output layer keeps whatever the model does
@@ -158,7 +162,7 @@ class SlotModel:
         finally:
             self.cache = own
         difference = float((found - expected).abs().max())
-        tolerance = _PROBE_TOLERANCE.get(self.dtype, _PROBE_TOLERANCE_HALF) * (1 + float(expected.abs().max()))
+        tolerance = self._probe_tolerance * (1 + float(expected.abs().max()))
         if not difference <= tolerance:
             raise ConfigError(
                 f"model.path must hold a model whose logits depend only on a row's own tokens, but for {kind} a trial pass in slots "

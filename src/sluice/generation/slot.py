@@ -34,6 +34,7 @@ from sluice.generation.handle import Outcome, SlotHandle, call, reject, resolve
 from sluice.generation.loading import check_architecture, load_net, stop_tokens
 from sluice.generation.model import SlotModel
 from sluice.generation.planning import Pace, Spread, plan_decode, plan_prefill
+from sluice.generation.precision import Precision
 from sluice.generation.rows import Index, RowTable
 from sluice.generation.sampling import has_probabilities, sample, uniforms
 from sluice.generation.seats import Seats
@@ -130,7 +131,7 @@ class SlotEngine:
         *,
         max_slots: int,
         max_length: int,
-        dtype: torch.dtype = torch.float32,
+        precision: Precision | torch.dtype = "float32",
         threads: int | None = None,
         lora: LoraConfig | None = None,
         stop_token_ids: Sequence[int] = (),
@@ -141,11 +142,11 @@ class SlotEngine:
         """Load a model of the engine's own and start.
 
         path: folder written by save_pretrained. max_slots: requests in one forward pass, further ones wait. max_length: prompt and
-        response together, of a dialogue all of them, in tokens. threads: torch threads of the engine, None for torch's own choice. lora:
-        add an adapter, and publish only that. stop_token_ids: end tokens besides the model's own. on_weight_update: see `OnWeightUpdate`.
-        on_publish: what sequences and dialogues that go on under new weights do: compute their keys and values again, or keep those of the
-        old ones.
-        prefill_tokens: at most so many are computed between two decoding passes.
+        response together, of a dialogue all of them, in tokens. precision: in which numbers it computes, see `precision.py`; or any
+        floating type. threads: torch threads of the engine, None for torch's own choice. lora: add an adapter, and publish only that.
+        stop_token_ids: end tokens besides the model's own. on_weight_update: see `OnWeightUpdate`. on_publish: what sequences and
+        dialogues that go on under new weights do: compute their keys and values again, or keep those of the old ones. prefill_tokens: at
+        most so many are computed between two decoding passes.
 
         Raises `ConfigError` for settings that do not fit the model, and for a folder whose model cannot be loaded or cannot work in slots.
         """
@@ -158,9 +159,11 @@ class SlotEngine:
         ):
             if choice not in choices:
                 raise ConfigError(f"SlotEngine.load: {name} must be one of {', '.join(choices)}, got {choice!r}")
-        net, weights = load_net(path, dtype=dtype, lora=lora)
+        if precision not in get_args(Precision) and not isinstance(precision, torch.dtype):
+            raise ConfigError(f"SlotEngine.load: precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+        net, weights = load_net(path, precision=precision, lora=lora)
         check_architecture(net, max_length)
-        model = SlotModel(net, max_slots=max_slots, max_length=max_length)
+        model = SlotModel(net, max_slots=max_slots, max_length=max_length, is_rounded=precision == "int8")
         stops = stop_tokens(net, path, stop_token_ids, model.vocab_size)
         with torch.inference_mode():
             model.check_slots()
@@ -459,8 +462,8 @@ class SlotEngine:
             handle = _open_request(dialogue)
             error = GenerationError(
                 f"request {handle.request.request_id}: logits must be finite, but the weights of version "
-                f"{self._weights.versions[edition]} give NaN or infinity - they have diverged, or dtype is too narrow for them: lower "
-                f"the learning rate, or load the engine in float32"
+                f"{self._weights.versions[edition]} give NaN or infinity - they have diverged, or the engine's precision is too narrow "
+                f"for them: lower the learning rate, or set engine.precision to float32"
             )
             dialogue.failure = str(error)
             self._settle(handle, handle.sampled_tokens, error)

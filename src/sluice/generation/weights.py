@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sluice.errors import GenerationError
+from sluice.generation.precision import rounded
 
 Tensors = list[torch.Tensor]  # what a publish replaces, tied weights once
 
@@ -24,11 +25,15 @@ class Weights:
     be called from any thread, everything else is for the one that runs the model.
     """
 
-    def __init__(self, net: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """tensors: of `net`, by the names under which they are published; names of tied weights share their memory."""
+    def __init__(self, net: torch.nn.Module, tensors: Mapping[str, torch.Tensor], rounded_names: Set[str] = frozenset()) -> None:
+        """tensors: of `net`, by the names under which they are published; names of tied weights share their memory.
+
+        rounded_names: those that are held as numbers of int8.
+        """
         self._names: dict[int, list[str]] = {}  # by address
         for name, tensor in tensors.items():
             self._names.setdefault(tensor.data_ptr(), []).append(name)
+        self._is_rounded = [not rounded_names.isdisjoint(names) for names in self._names.values()]
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         holders: dict[int, Tensors] = {}  # by address
         for holder in (*net.parameters(), *net.buffers()):
@@ -46,8 +51,8 @@ class Weights:
                 own = [torch.empty_like(tensor) for tensor in self._editions[self.newest]]
             self.newest += 1
             self._editions[self.newest] = own
-        for target, source in zip(self._editions[self.newest], sources, strict=True):
-            target.copy_(source)
+        for target, source, is_rounded in zip(self._editions[self.newest], sources, self._is_rounded, strict=True):
+            target.copy_(rounded(source) if is_rounded else source)
         self.versions[self.newest] = version
 
     def use(self, edition: int) -> None:

@@ -84,6 +84,7 @@ class AgenticJob(Job):
             threads=config.engine.torch_threads,
             lora=config.model.lora,
             on_weight_update=config.on_weight_update,
+            precision=config.engine.precision,
             stop_token_ids=dialogue.stop_token_ids,
         )
         return cls(

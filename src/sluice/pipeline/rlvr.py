@@ -68,6 +68,7 @@ class RlvrJob(Job):
             threads=config.engine.torch_threads,
             lora=config.model.lora,
             on_weight_update=config.on_weight_update,
+            precision=config.engine.precision,
         )
         try:
             phase("loading the tasks")
