@@ -40,8 +40,8 @@ class GroupFilter:
 class AdaptedGroupFilter:
     """An object with `.filter` (True drops) as one with `.judge` (True keeps). It has state methods where the object has them."""
 
-    def __init__(self, theirs: Any, *, sequence_length: int, pad_token_id: int = 0) -> None:
-        """Raises `TypeError` when `.filter` does not take a group_id, an episode_id and a group."""
+    def __init__(self, theirs: Any, *, sequence_length: int | None = None, pad_token_id: int = 0) -> None:
+        """For the settings see `members_of`. Raises `TypeError` when `.filter` does not take a group_id, an episode_id and a group."""
         self._filter = filter_of(theirs)
         self._told = told_of(theirs)
         self._sequence_length = sequence_length
@@ -57,8 +57,11 @@ class AdaptedGroupFilter:
         return not drops(self._filter, self._told, entry.get("env_group", group.group_id), entry.get("episode", 0), members)
 
 
-def adapt_group_filter(theirs: object, *, sequence_length: int, pad_token_id: int = 0) -> AdaptedGroupFilter:
-    """Make an object with `.filter` one that the run can ask. Raises `TypeError` when it cannot be called as it will be."""
+def adapt_group_filter(theirs: object, *, sequence_length: int | None = None, pad_token_id: int = 0) -> AdaptedGroupFilter:
+    """Make an object with `.filter` one that a run can ask. For the settings see `members_of`.
+
+    Raises `TypeError` when it cannot be called as it will be.
+    """
     return AdaptedGroupFilter(theirs, sequence_length=sequence_length, pad_token_id=pad_token_id)
 
 

@@ -1,7 +1,7 @@
 """A trajectory of a run as the DataProto that a group filter written for ROLL expects: one row, one `meta_info` of its own.
 
-Facts about columns and shapes are from ROLL's environment managers (`formulate_rollouts`). Rows are `sequence_length` wide, so that the
-members of a group can be concatenated.
+Facts about columns and shapes are from ROLL's environment managers (`formulate_rollouts`). Rows are all of one width, so that the members
+of a group can be concatenated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from sluice.roll.data import DataProto, column
 from sluice.types import Group, Rollout
 
 
-def members_of(group: Group, *, sequence_length: int, pad_token_id: int = 0) -> list[DataProto]:
-    """The members of a group that have ended, in order of member_index."""
+def members_of(group: Group, *, sequence_length: int | None = None, pad_token_id: int = 0) -> list[DataProto]:
+    """The members of a group that have ended, in order of member_index.
+
+    sequence_length: how wide their rows are; None: as wide as the longest of them. pad_token_id: what stands behind shorter ones.
+    """
+    width = max([_length(rollout) for rollout in group.rollouts], default=1) if sequence_length is None else sequence_length
     env_group = group.task.entry.get("env_group", group.group_id)
     return [
-        member_of(rollout, domain=group.task.domain, env_group=env_group, sequence_length=sequence_length, pad_token_id=pad_token_id)
+        member_of(rollout, domain=group.task.domain, env_group=env_group, sequence_length=width, pad_token_id=pad_token_id)
         for rollout in group.rollouts
     ]
 
@@ -75,6 +79,10 @@ def notes_of(rollout: Rollout) -> dict[str, Any]:
         "stop_reason": rollout.finish_reason,
         "metrics": dict(rollout.metrics),
     }
+
+
+def _length(rollout: Rollout) -> int:
+    return sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in rollout.turns)
 
 
 def _sequence(rollout: Rollout) -> tuple[Any, Any, Any]:
