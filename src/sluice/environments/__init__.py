@@ -25,6 +25,7 @@ at all, raise.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ from sluice.environments.build import (
 )
 from sluice.environments.gymnasium_adapter import GymnasiumEnvironment
 from sluice.environments.inline import InlineRunner
-from sluice.environments.monitor import EnvMonitor, HungCall
+from sluice.environments.monitor import EnvMonitor, HungCall, hung_calls
 from sluice.environments.pool import EnvironmentPool, PooledRunner
 from sluice.environments.runners import Runner, RunnerCounts, RunningCall
 from sluice.environments.seeds import episode_seed
@@ -143,6 +144,11 @@ class EnvironmentHost:
             await runner.close()
         if self._pool is not None:
             await self._pool.close()
+
+    def longest_call(self) -> HungCall | None:
+        """The call that is under way for longest; None: there is none. From any thread."""
+        under_way = hung_calls(list(self._runners), time.monotonic(), 0.0)
+        return under_way[0][1] if under_way else None
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start."""

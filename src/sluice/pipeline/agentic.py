@@ -93,6 +93,13 @@ class AgenticJob(Job):
         )  # fmt: skip
 
     @property
+    def remembering(self) -> Mapping[str, DomainFilters]:
+        """The filters of training, and that of the evaluation."""
+        if self.val_group_filter is None:
+            return self.filters
+        return {**self.filters, f"{self.config.domain}, evaluation": DomainFilters(query=self.val_group_filter, response=None)}
+
+    @property
     def known_tasks(self) -> Mapping[str, Task]:
         """Episodes by task_id, each made from its name."""
         lookup: Mapping[str, Task] = self.task_source.lookup
@@ -161,6 +168,11 @@ class AgenticJob(Job):
         if self._host is None or self._player is None:
             return {}
         return {**self._player.metrics(), **self._host.metrics()}
+
+    def longest_call(self) -> str:
+        """The environment that is in one call for longest."""
+        calls = [call for host in (self._host, self._val_host) if host is not None and (call := host.longest_call()) is not None]
+        return str(max(calls, key=lambda call: call.seconds)) if calls else ""
 
     async def close(self) -> None:
         """End the environments."""

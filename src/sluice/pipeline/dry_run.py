@@ -13,6 +13,7 @@ from sluice.execution.member import single_turn_rollout
 from sluice.filters import DomainFilters
 from sluice.generation import Engine, GenerationRequest
 from sluice.pipeline.loop_thread import LoopThread
+from sluice.pipeline.resume import check_memory
 from sluice.pipeline.rlvr import RlvrJob
 from sluice.rewards import Scorer, build_scorer
 from sluice.types import Group, Rollout, Task, TokenIds, Verdict
@@ -57,6 +58,7 @@ def dry_run(config: RlvrConfig) -> tuple[DryRun, ...]:
     for task in job.tasks.train.tasks:
         first.setdefault(task.domain, task)
     try:
+        check_memory(job)
         with LoopThread(threading.Event()) as loop:
             scorer = loop.do(lambda: build_scorer(config.rewards, config.reward_pool))
             try:

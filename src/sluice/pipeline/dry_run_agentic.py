@@ -13,6 +13,7 @@ from sluice.filters.base import QueryFilter
 from sluice.pipeline.agentic import AgenticJob
 from sluice.pipeline.dry_run import CLOSE_S, DryRun
 from sluice.pipeline.loop_thread import LoopThread
+from sluice.pipeline.resume import check_memory
 from sluice.types import Group, Verdict
 
 PLAY_S: Final = 600.0  # most seconds for the group: environments have limits of their own, an engine on a slow machine has none
@@ -42,6 +43,7 @@ def dry_run_agentic(config: AgenticConfig) -> DryRun:
     job = AgenticJob.build(config, lambda text: None)
     seconds = {"load": time.monotonic() - started}
     try:
+        check_memory(job)
         with LoopThread(threading.Event()) as loop:
             return loop.run(_play(config, job, seconds), PLAY_S + CLOSE_S)
     finally:

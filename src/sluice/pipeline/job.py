@@ -35,6 +35,11 @@ class Job(ABC):
     task_source: Any  # where tasks are drawn from; it has state_dict and load_state_dict
 
     @property
+    def remembering(self) -> Mapping[str, DomainFilters]:
+        """All filters whose memory is a part of checkpoints, by domain or by what else they judge."""
+        return self.filters
+
+    @property
     @abstractmethod
     def known_tasks(self) -> Mapping[str, Task]:
         """Tasks by task_id, for a resumed run: groups of a checkpoint are only told by the names of their tasks."""
@@ -69,6 +74,10 @@ class Job(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End what `open` started besides the shell; bounded in time."""
+
+    def longest_call(self) -> str:
+        """In words, what of the user's own the loop has been in for longest; "" when it is in nothing, or nobody knows."""
+        return ""
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of sampled tokens, special tokens left out."""

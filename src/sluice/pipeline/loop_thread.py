@@ -22,6 +22,10 @@ class Stopped(Exception):
     """A call was given up because the run is being stopped."""
 
 
+class LoopStuck(SluiceError):
+    """The loop does not answer: something that runs on it does not return."""
+
+
 class LoopThread:
     """`with LoopThread(stop) as loop:` starts the loop; leaving stops it and cancels what is left on it.
 
@@ -72,13 +76,23 @@ class LoopThread:
                 raise Stopped from None
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The result of a coroutine, also while the run is being stopped. Raises TimeoutError after `timeout_s`, and SluiceError
+        """The result of a coroutine, also while the run is being stopped. Raises `LoopStuck` after `timeout_s`, and SluiceError
         when the loop no longer runs.
         """
         if not self._thread.is_alive():
             work.close()
             raise SluiceError("the loop that samples and scores has ended under the run - see the traceback above")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=timeout_s)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout=timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # the coroutine itself raised a TimeoutError
+                raise
+            future.cancel()
+            raise LoopStuck(
+                f"sampling and scoring did not answer within {timeout_s:g} s - an inline environment or verifier, a filter or a rollout "
+                "loop does not return; environments and verifiers in processes can be killed (environment.run_in, reward_pool.workers)"
+            ) from None
 
     def do(self, action: Callable[[], T], timeout_s: float = 60.0) -> T:
         """The result of a plain function that runs on the loop."""

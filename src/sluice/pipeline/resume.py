@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from sluice.config import AgenticConfig, RlvrConfig, RunConfig, load_config, to_yaml
-from sluice.errors import ConfigError, RecordError
-from sluice.filters import load_filters_state
+from sluice.errors import ConfigError, FilterError, RecordError
+from sluice.filters import filters_state, load_filters_state
 from sluice.pipeline.job import Job
 from sluice.records import ENGINE_TOKENS, MAX_STEPS, Checkpoints, RunFolder, open_for_reading, read_facts, rollback, rollback_rollouts
+from sluice.records.checkpoints import encode
 
 CHANGEABLE: Final = (
     "trainer.max_steps",
@@ -154,7 +155,15 @@ def restore_job(point: ResumePoint, job: Job) -> None:
     shell = point.state["shell"]
     job.task_source.load_state_dict(shell["tasks"])
     job.build_scheduler().load_state_dict(shell["scheduler"], job.known_tasks)
-    load_filters_state(job.filters, point.state["filters"])
+    load_filters_state(job.remembering, point.state["filters"])
+
+
+def check_memory(job: Job) -> None:
+    """Raise `ConfigError` for a filter of the user's whose memory no checkpoint can hold: now, and not at the first checkpoint."""
+    try:
+        encode({"filters": filters_state(job.remembering)})
+    except (FilterError, RecordError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def roll_back(point: ResumePoint, folder: RunFolder, checkpoints: Checkpoints) -> None:

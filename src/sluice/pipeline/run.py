@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sluice.config import RunConfig
-from sluice.errors import RewardError, TrainerError
+from sluice.errors import TrainerError
 from sluice.execution import LocalShell, ValidationResult
 from sluice.filters import filters_state
 from sluice.pipeline.display import Display
 from sluice.pipeline.feed import Feed
 from sluice.pipeline.job import Job
-from sluice.pipeline.loop_thread import LoopThread, Stopped
+from sluice.pipeline.loop_thread import LoopStuck, LoopThread, Stopped
 from sluice.pipeline.resume import ResumePoint, model_fingerprint
 from sluice.records import (
     ENGINE_TOKENS,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 OPEN_S: Final = 180.0  # most seconds for starting shell, verifiers and environments
 CLOSE_S: Final = 15.0  # most seconds for closing shell, verifiers and environments at the end of a run
+STUCK_S: Final = 0.5  # the same for a loop that has not answered before
 STATUS_EVERY_S: Final = 1.0  # how old what `sluice status` shows may be
 
 OVERHEAD_SECONDS: Final = "overhead_seconds"
@@ -178,7 +179,7 @@ class Run:
         def take() -> dict[str, Any]:
             shell = self.shell.state_dict()
             tokens = sum(shell["scheduler"]["ledger"]["tokens"].values())
-            return {"shell": shell, "filters": filters_state(self.job.filters), "engine_tokens": tokens, "model": self.model}
+            return {"shell": shell, "filters": filters_state(self.job.remembering), "engine_tokens": tokens, "model": self.model}
 
         state = self.loop.do(take)
         self.journal.flush()
@@ -261,40 +262,55 @@ class Run:
         self.sinks.write(step, _validation_metrics(results))
 
     def _close(self, seconds: float) -> list[Exception]:
-        """Account for everything, whatever happened: each part is closed even if another one cannot be. Returns what went wrong."""
+        """Account for everything, whatever happened: each part is closed even if another one cannot be. Returns what went wrong.
+
+        A loop that does not answer once is not waited for again: it is in a call that does not return, and nothing else moves on it.
+        """
         problems: list[Exception] = []
+        patience_s, is_stuck = CLOSE_S, False
         parts: tuple[Callable[[], Any], ...] = (
-            lambda: self.loop.do(lambda: self.reporting.cancel() if hasattr(self, "reporting") else None),
-            lambda: self.loop.run(self.shell.close(), CLOSE_S),
-            lambda: self.loop.run(self.job.close(), CLOSE_S),
+            lambda: self.loop.do(lambda: self.reporting.cancel() if hasattr(self, "reporting") else None, patience_s),
+            lambda: self.loop.run(self.shell.close(), patience_s),
+            lambda: self.loop.run(self.job.close(), patience_s),
             lambda: None if self.recorder is None else self.recorder.close(),
-            lambda: self._account(seconds),
+            lambda: self._account(seconds, is_stuck),
             self.sinks.close,
         )
         for close in parts:
             try:
                 close()
-            except TimeoutError:
-                problems.append(
-                    RewardError(
-                        f"sampling and scoring did not stop within {CLOSE_S:.0f} s - an inline verifier or environment may be stuck"
-                    )
-                )
+            except LoopStuck as error:
+                if not is_stuck:
+                    call = self.job.longest_call()
+                    problems.append(LoopStuck(f"{call}: {error}" if call else str(error)))
+                patience_s, is_stuck = STUCK_S, True
             except Exception as error:  # noqa: BLE001 - the other parts are closed first, then it is raised
                 problems.append(error)
         return problems
 
-    def _account(self, seconds: float) -> None:
-        self._record_ledger(self.steps)
+    def _account(self, seconds: float, is_stuck: bool) -> None:
         ledger = self.scheduler.ledger
+        if is_stuck:
+            self._record_ledger_of_stuck_loop()
+        else:
+            self._record_ledger(self.steps)
         sampled = self.earlier_tokens + self.job.engine.sampled_tokens("train")
         self.journal.fact(ENGINE_TOKENS, sampled)
         overhead = {"machine": self.shell.machine_seconds, "journal": self.shell.journal_seconds + self.journal.write_seconds}
         self.journal.fact(OVERHEAD_SECONDS, {**overhead, "run": seconds})
-        if ledger.total_tokens != sampled:
+        if not is_stuck and ledger.total_tokens != sampled:
             text = f"the ledger accounts for {ledger.total_tokens} sampled tokens, the engine counted {sampled}: please report this"
             self.journal.event("error", text)
             self.display.message(text, "error")
+
+    def _record_ledger_of_stuck_loop(self) -> None:
+        """As `_record_ledger`, from this thread: what is under way counts as cancelled."""
+        tokens, attempts = dict(self.scheduler.ledger.tokens), dict(self.scheduler.ledger.attempts)
+        under_way = self.shell.in_flight()
+        tokens["cancelled"] += sum(under_way.values())
+        attempts["cancelled"] += len(under_way)
+        tokens["late"] += self.shell.late.untold
+        self.journal.ledger(self.steps, tokens, attempts)
 
 
 def _validation_metrics(results: Mapping[str, ValidationResult]) -> dict[str, float | None]:

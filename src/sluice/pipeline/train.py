@@ -23,7 +23,7 @@ from sluice.pipeline.dry_run import DryRun, dry_run
 from sluice.pipeline.interrupt import Interrupt
 from sluice.pipeline.job import Job
 from sluice.pipeline.log_to_run import LogToRun
-from sluice.pipeline.resume import ResumePoint, find_resume_point, open_run, restore_job, roll_back, write_config
+from sluice.pipeline.resume import ResumePoint, check_memory, find_resume_point, open_run, restore_job, roll_back, write_config
 from sluice.pipeline.run import Run
 from sluice.records import MAX_STEPS, Checkpoints, Journal, RunFolder
 
@@ -53,6 +53,7 @@ def train(config: RlvrConfig | AgenticConfig, *, config_path: Path, display: Dis
         display.start(config.trainer.max_steps)
         job = build_job(config, display.phase)
         stack.callback(job.engine.close)
+        check_memory(job)
         folder = stack.enter_context(
             RunFolder.create(
                 config.records.root,
