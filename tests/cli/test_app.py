@@ -199,7 +199,7 @@ def test_filters_and_verifiers_are_found_in_the_current_folder(tmp_path: Path, r
     (project / "my_package" / "__init__.py").write_text("def keep(group):\n    return True\n\ndef score(task, response):\n    return 1.0\n")
     own = ("rewards.math.query_filter_config.type=my_package.keep", "rewards.math.verifier.type=my_package.score")
     found = started(tmp_path, MAIN, "train", recipe, *own, "model.path=nowhere", cwd=project)
-    assert "error: model.path must be a local folder" in found.stderr  # what is asked after filters and verifiers
+    assert "error: model.path must be a" in found.stderr  # what is asked after filters and verifiers
     assert found.returncode == 2
     elsewhere = started(tmp_path, FIRST_STEP, "train", recipe, *own, cwd=tmp_path)
     assert "there is no module 'my_package'" in elsewhere.stderr

@@ -16,12 +16,6 @@ from sluice.pipeline.train import RunResult, resume, train
 from sluice.records import read_rollouts, read_summary
 from tests.pipeline.test_resume import ask, change_facts
 from tests.pipeline.test_rlvr import Recorder
-from tests.trainer.tiny import save_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def write_recipe(folder: Path, model: Path, **changes: Any) -> Path:

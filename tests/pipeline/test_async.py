@@ -21,7 +21,6 @@ from sluice.pipeline.train import train
 from sluice.records import open_for_reading, read_summary
 from sluice.types import Batch, Rollout
 from tests.pipeline.test_rlvr import Recorder, write_recipe
-from tests.trainer.tiny import save_tiny_model
 
 STEPS, GROUPS, MEMBERS = 5, 3, 4
 SETTINGS: dict[str, Any] = {
@@ -41,11 +40,6 @@ SETTINGS: dict[str, Any] = {
     "resampling": {"truncated": "keep", "max_resample_rounds": 50},
 }
 PATIENCE_S = 20.0  # for what is under way already
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class Watch:

@@ -25,6 +25,15 @@ def test_the_settings_hold_inside_and_are_put_back_also_after_an_error() -> None
     assert gc.get_freeze_count() == 0
 
 
+def test_what_existed_before_may_stay_out_of_sight_afterwards() -> None:
+    with calm_garbage_collector(thaw=False):
+        pass
+    assert gc.get_freeze_count() > 0
+    with calm_garbage_collector():
+        pass
+    assert gc.get_freeze_count() == 0
+
+
 def test_cycles_are_still_collected_inside() -> None:
     with calm_garbage_collector():
         for _ in range(THRESHOLDS[0] * 3):

@@ -1,6 +1,6 @@
 """Real runs of the real command, killed with SIGKILL again and again and resumed until they finish.
 
-Every run is a process of its own, forked from one that has everything imported (`zygote.py`). The moments are drawn from a seed: shares of
+Every run is a process of its own (`processes.py`). The moments are drawn from a seed: shares of
 an undisturbed run's duration, or the appearance of a file, from the lock of the run folder to the trained model. Whoever wants other
 moments sets SLUICE_KILL_SEED.
 """
@@ -15,13 +15,9 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
-import threading
 import time
-import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from copy import deepcopy
@@ -29,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sluice.config import load_config
@@ -37,15 +32,12 @@ from sluice.errors import RecordError
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.records import Checkpoints, RunFolder, open_for_reading, read_facts, read_metrics, read_status, read_summary
 from sluice.tasks import build_tasks
-from tests.pipeline import zygote
+from tests.pipeline.processes import MOST_S, Process, Zygote
 from tests.pipeline.test_rlvr import write_recipe
-from tests.trainer.tiny import save_tiny_model
 
 SEED = os.environ.get("SLUICE_KILL_SEED", "1")
 KILLS_PER_RATIO = 14
 CHAINS_AT_ONCE = 2
-MOST_S = 60.0  # for one process, however busy the machine is
-MARK = "SLUICE_TEST_MARK"  # in the environment of every process that is started here, directly or not
 
 GROUPS, STEPS = 3, 12
 SETTINGS: dict[str, Any] = {
@@ -63,103 +55,6 @@ VARIETY: dict[str, Sequence[Any]] = {  # of asynchronous chains
     "resampling__collect": ["as_finished", "in_order"],
     "group_size_redundancy": [0, 1],
 }
-
-
-# ---------------------------------------------------------------- processes
-
-
-class Process:
-    """One run of the command."""
-
-    def __init__(self, number: int, output: Path) -> None:
-        self.number = number
-        self.output = output
-        self.ended = threading.Event()
-        self.code = 0
-
-    def told(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
-
-
-class Zygote:
-    """The process from which runs are forked. Calls may come from any thread."""
-
-    def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
-        root = Path(__file__).parents[2]
-        environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(root)}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(zygote.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=root
-        )
-        assert self._process.stdout is not None
-        assert json.loads(self._process.stdout.readline()) == {"ready": True}
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._runs: dict[int, Process] = {}
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def run(self, output: Path, *args: str) -> Process:
-        with self._lock:
-            run = Process(next(self._numbers), output)
-            self._runs[run.number] = run
-            self._tell({"run": run.number, "args": args, "output": str(output)})
-        return run
-
-    def kill(self, run: Process, number: int = signal.SIGKILL) -> None:
-        with self._lock:
-            self._tell({"kill": run.number, "signal": number})
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(MOST_S)
-        self._reader.join(MOST_S)
-        self._process.stdout.close()
-
-    def descendants(self) -> list[psutil.Process]:
-        """All processes that have come from it, whoever their parent is now."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue  # it is another user's, or has ended
-        return found
-
-    def _tell(self, command: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            report = json.loads(line)
-            if "code" in report:
-                run = self._runs[report["run"]]
-                run.code = report["code"]
-                run.ended.set()
-        for run in self._runs.values():
-            run.ended.set()
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Zygote]:
-    started = Zygote()
-    yield started
-    started.close()
-    deadline = time.monotonic() + MOST_S
-    while (left := started.descendants()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == [], "processes are left over"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 # ---------------------------------------------------------------- moments

@@ -14,9 +14,7 @@ from sluice.errors import RecordError
 from sluice.pipeline.train import resume
 from sluice.records import RolloutRecorder, read_facts, read_rollouts, read_summary, rollout_parts
 from sluice.scheduler import GroupRecord
-from tests.pipeline.test_resume import Recorder, ask, change_facts, model, play
-
-__all__ = ["model"]  # a fixture
+from tests.pipeline.test_resume import Recorder, ask, change_facts, play
 
 
 def start(folder: Path, model: Path, **changes: Any) -> Path:

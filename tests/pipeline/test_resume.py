@@ -29,7 +29,6 @@ from sluice.pipeline.train import RunResult, resume, train
 from sluice.records import Checkpoints, RunFolder, open_for_reading, read_facts, read_metrics, read_status, read_summary
 from sluice.types import Group, Task
 from tests.pipeline.test_rlvr import Recorder, write_recipe
-from tests.trainer.tiny import save_tiny_model
 
 STEPS = 6
 SETTINGS: dict[str, Any] = {
@@ -49,11 +48,6 @@ SETTINGS: dict[str, Any] = {
     "validation": {"every_steps": 3, "max_items": 8},
     "resampling__max_resample_rounds": 50,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class Stopper(Recorder):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +20,7 @@ from sluice.errors import ResampleError, SluiceError
 from sluice.execution import ValidationResult
 from sluice.pipeline.train import RunResult, dry_run, train
 from sluice.records import open_for_reading, over_all, read_metrics, read_summary
-from tests.trainer.tiny import save_tiny_model
-
-ROOT = Path(__file__).parents[2]
+from tests.pipeline.processes import MOST_S, Process, Zygote
 
 
 class Recorder:
@@ -50,11 +45,6 @@ class Recorder:
 
     def message(self, text: str, level: str = "info") -> None:
         self.messages.append((level, text))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def prompts(number: int) -> list[str]:
@@ -214,29 +204,9 @@ def test_a_dry_run_shows_one_group_of_each_domain_and_its_verdict(tmp_path: Path
     assert not (tmp_path / "runs").exists()
 
 
-Start = Callable[[Path], subprocess.Popen[bytes]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Runs a recipe in a process of its own; what is left of it at the end is killed."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(file: Path) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "sluice.cli", "train", str(file), "--plain"]
-        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def wait_for_steps(root: Path, process: subprocess.Popen[bytes], steps: int) -> Path:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
+def wait_for_steps(root: Path, process: Process, steps: int) -> Path:
+    deadline = time.monotonic() + MOST_S
+    while time.monotonic() < deadline and not process.ended.is_set():
         for run_db in root.glob("*/run.db"):
             try:
                 if read_summary(run_db).steps >= steps:
@@ -244,21 +214,24 @@ def wait_for_steps(root: Path, process: subprocess.Popen[bytes], steps: int) -> 
             except (sqlite3.Error, SluiceError):  # it is just being made
                 continue
         time.sleep(0.05)
-    pytest.fail(f"the run did not reach step {steps}: exit code {process.poll()}")
+    pytest.fail(f"the run did not reach step {steps}: {process.told()}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
-def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(
-    tmp_path: Path, model: Path, start: Start, number: int, code: int
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_in_bounded_time_with_everything_saved(tmp_path: Path, model: Path, runs: Zygote, number: int) -> None:
     file = write_recipe(tmp_path, model, trainer__max_steps=100_000, trainer__learning_rate=1e-6)
-    process = start(file)
-    run_db = wait_for_steps(tmp_path / "runs", process, 1)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == code
+    process = runs.run(tmp_path / "output.txt", "train", str(file), "--plain")
+    try:
+        run_db = wait_for_steps(tmp_path / "runs", process, 1)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        runs.kill(process, number)
+        assert process.ended.wait(MOST_S)
+    finally:
+        runs.kill(process)
+    assert process.code == 130, process.told()
     summary = read_summary(run_db)
     assert summary.status == "stopped"
     assert summary.engine_tokens == summary.tokens
     assert (run_db.parent / "model" / "config.json").is_file()
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert workers
+    assert not psutil.wait_procs(workers, timeout=MOST_S)[1]

@@ -12,6 +12,7 @@ what is left of them and ends; when it is killed, the kernel kills them (Linux).
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -20,6 +21,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -119,6 +121,8 @@ def _be_a_run(args: list[str], output: str) -> None:
     except BaseException:  # noqa: BLE001 - the last chance to tell a person
         traceback.print_exc()
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does at its end
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

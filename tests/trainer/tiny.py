@@ -103,6 +103,9 @@ class FakeEngine:
         if self.takes_weights and not any("lora" in name for name in state):
             self.model.load_state_dict(self.published[-1][1])
 
+    def end_dialogue(self, dialogue_id: int, purpose: str = "train") -> None:
+        """It keeps nothing of dialogues."""
+
     @torch.no_grad()
     def sample(self, contexts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Turn]:
         """One turn per context. Any tokens will do: what matters is that their log-probs are those of this model."""

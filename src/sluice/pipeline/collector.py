@@ -15,8 +15,11 @@ THRESHOLDS: Final = (50_000, 20, 20)  # allocations per young collection; cycles
 
 
 @contextmanager
-def calm_garbage_collector() -> Iterator[None]:
-    """While inside: rare collections, and nothing that existed before is looked at. Puts everything back afterwards."""
+def calm_garbage_collector(*, thaw: bool = True) -> Iterator[None]:
+    """While inside: rare collections, and nothing that existed before is looked at. Puts everything back afterwards.
+
+    thaw: whether what existed before is looked at again afterwards. Without, a program that plays many runs has its imports searched once.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -25,4 +28,5 @@ def calm_garbage_collector() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if thaw:
+            gc.unfreeze()
