@@ -38,6 +38,7 @@ NEW = {  # every key of asynchrony, of the mix, of the guard and of your own loo
     "domain_interleave_probs": {"math": 0.75, "code": 0.25},
     "mix_on": "drawn",
     "user_defined_rollout_loop_cls": "my_package.MyLoop",
+    "is_num_return_sequences_expand": True,
     "resampling": {
         "collect": "in_order",
         "surplus": "carry",

@@ -268,6 +268,7 @@ SYSTEM = {"tasks__system_prompt": "be brief"}
             "resampling.collect is in_order",
         ),
         ({"mix_on": "drawn"}, "mix_on", "domain_interleave_probs is not given"),
+        ({"is_num_return_sequences_expand": True}, "is_num_return_sequences_expand", "user_defined_rollout_loop_cls is not given"),
         ({"domain_interleave_probs": {"math": 1.0}}, "domain_interleave_probs", "tasks.train is of a single domain"),
         ({"resampling__absent_after_batches": 3}, "resampling.absent_after_batches", "rewards is of a single domain"),
         ({"guard": {}}, "guard", "every query_filter_config is no_filter"),
