@@ -59,3 +59,10 @@ class SayAOrTimeOut(SayA):
         told, reward, terminated, truncated, info = super().step(action)
         timed_out = self._seed % 4 == 0 and action[:1] in ("a", "e", "i")
         return told, reward, terminated, truncated, {**info, "env_timeout": True} if timed_out else info
+
+
+class SayAInOnePlace(SayA):
+    """The same, and what is told never changes."""
+
+    def _told(self) -> str:
+        return "abc"

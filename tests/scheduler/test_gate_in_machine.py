@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.errors import GateError, RecordError
 from sluice.gate import FutilityKeeper, FutilityRule, Gate, GateKeeper
+from sluice.gate.audit import drawn
 from sluice.records.checkpoints import decode, encode
 from sluice.scheduler import MachineGate, Scheduler, SchedulerConfig
 from sluice.scheduler import events as ev
@@ -22,13 +23,14 @@ from sluice.types import Rollout, Verdict
 from tests.fakes import NO_FILTER, STD_FILTER, ListSource, MachinePlayer, make_filters, make_task
 from tests.scheduler.test_trajectory_groups import DOMAIN, Trajectories
 
+SEED = 3
 SAME = ["open door", "take lamp", "go north", "go south"]
 
 
 def make_gate(k: int = 2, threshold: float = 0.3, *, futility: FutilityRule | None = None, **more: Any) -> MachineGate:
     """A gate for groups of `group_size`; on_cut and barrier are the machine's, the rest the keeper's."""
     machine = {name: more.pop(name) for name in ("on_cut", "barrier", "clock") if name in more}
-    keeper = GateKeeper(Gate(k=k, threshold=threshold, horizon=20), **{"group_size": 2, "audit_rate": 0.0, "seed": 3, **more})
+    keeper = GateKeeper(Gate(k=k, threshold=threshold, horizon=20), **{"group_size": 2, "audit_rate": 0.0, "seed": SEED, **more})
     return MachineGate(keeper, None if futility is None else FutilityKeeper(futility, audit_rate=0.0), **machine)
 
 
@@ -90,6 +92,11 @@ class Gated(Trajectories):
     # ------------------------------------------------------------ what must hold
 
     is_last_step: bool = False
+    audit_rate: float = 0.0  # of the keeper, where it draws lots
+
+    def is_drawn(self, key: tuple[str, int]) -> bool:
+        """The lot of a group: it is audited."""
+        return drawn(f"{SEED}/{key!r}", self.audit_rate)
 
     @property
     def k(self) -> int:
@@ -146,7 +153,7 @@ class Gated(Trajectories):
             verdict = None
             if len(rewards) < 2 and len(chosen) >= 2:
                 verdict = keeper.gate.decide([self.done.get(one, []) for one in chosen], rewards=[self.ended.get(one) for one in chosen])
-            is_audited = keeper.shadow or keeper._draw((launches[0].task.task_id, 0))
+            is_audited = not keeper.is_cutting or self.is_drawn((launches[0].task.task_id, 0))
             self.decided[group_id] = verdict is not None and not verdict.keep and not is_audited
             assert self.decided[group_id] == is_cut, (group_id, chosen, verdict)
 
@@ -522,6 +529,7 @@ def test_a_shadow_cuts_nothing_and_learns_how_groups_end() -> None:
 
 def test_an_audited_group_is_ordinary_and_tells() -> None:
     player = Gated.make(make_gate(audit_rate=1.0), query=NO_FILTER)
+    player.audit_rate = 1.0
     player.want(1)
     converge(player, 0)
     one, two = player.members(0)
@@ -732,8 +740,8 @@ def test_a_cut_goes_before_a_stop() -> None:
 
 
 def test_a_resumed_machine_knows_what_the_gate_had_learnt() -> None:
-    gate = make_gate(audit_rate=0.5, futility=FutilityRule(steps=3))
-    player = Gated.make(gate, query=NO_FILTER)
+    player = Gated.make(make_gate(audit_rate=0.5, futility=FutilityRule(steps=3)), query=NO_FILTER)
+    player.audit_rate = 0.5
     for _ in range(6):
         player.want(1)
         while not player.batches or player.batches[-1].step < player.scheduler.step:
@@ -835,20 +843,21 @@ def test_a_keeper_of_another_kind_needs_only_the_methods() -> None:
 def gated_players(draw: st.DrawFn) -> Gated:
     """A machine with a gate, of any settings."""
     size, redundancy = draw(st.integers(2, 4)), draw(st.sampled_from([0, 0, 1, 2]))
+    audit_rate = draw(st.sampled_from([0.0, 0.0, 0.5]))
     ratio = draw(st.sampled_from([0.0, 0.0, 1.0]))
     gate = make_gate(
         k=draw(st.integers(1, 3)),
         threshold=draw(st.sampled_from([0.3, 0.6, 1.0])),
         group_size=size,
         redundancy=redundancy,
-        audit_rate=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        audit_rate=audit_rate,
         shadow=draw(st.sampled_from([False, False, False, True])),
         on_cut=draw(st.sampled_from(["replace", "drop"])),
         barrier=draw(st.booleans()),
         futility=draw(st.none() | st.just(FutilityRule(steps=2))),
     )
     fill = draw(st.sampled_from(["refill", "refill", "shrink"]))
-    return Gated.make(
+    player = Gated.make(
         gate,
         query=draw(st.sampled_from([STD_FILTER, NO_FILTER])),
         source=draw(st.none() | st.builds(_some_tasks, st.integers(2, 9))),
@@ -866,6 +875,8 @@ def gated_players(draw: st.DrawFn) -> Gated:
         truncated=draw(st.sampled_from(["mask", "invalid"])),
         group_timeout_s=draw(st.sampled_from([None, None, 25.0])),
     )
+    player.audit_rate = audit_rate
+    return player
 
 
 def _some_tasks(count: int) -> ListSource:

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from sluice.gate import GateKeeper
 from sluice.ledger import Ledger
 from sluice.records.checkpoints import decode, encode
-from sluice.scheduler import ReplayBuffer, Scheduler, SchedulerConfig, judging
+from sluice.scheduler import MachineGate, ReplayBuffer, Scheduler, SchedulerConfig, judging
 from sluice.scheduler import events as ev
 from sluice.scheduler.prompts import Prompts
 from sluice.sim import FaultPlan, Player, PlayerName, Scenario, SimulationFailure, draw_scenario, replay_command, simulate, simulate_many
 from sluice.sim.shell_player import ShellPlayer
-from sluice.types import Group
+from sluice.types import Group, Verdict
 
 # ---------------------------------------------------------------- one seed, one run
 
@@ -59,6 +60,16 @@ def test_the_scenarios_put_every_setting_into_play() -> None:
         assert any(value != values[0] for value in values), f"{name} is always {values[0]}"
         assert getattr(plain, name) in values or name == "seed", f"the default of {name} is never drawn"
     assert {config.async_generation_ratio for config in drawn} == {0.0, 0.5, 1.0, 1.5, 2.0}
+
+
+def test_gates_of_all_kinds_are_drawn_and_change_nothing_else() -> None:
+    scenarios = [draw_scenario(seed) for seed in range(600)]
+    gates = [scenario.gate for scenario in scenarios if scenario.gate is not None]
+    assert 50 < len(gates) < 200
+    for name in ("shadow", "barrier", "on_cut", "futile_steps", "hold_precision", "audit_rate", "k", "steps"):
+        assert len({getattr(gate, name) for gate in gates}) > 1, name
+    assert all(scenario.config.group_size > 1 and not scenario.config.has_user_loop for scenario in scenarios if scenario.gate is not None)
+    assert all(draw_scenario(seed, "shell").gate is None for seed in range(100))
 
 
 def test_the_scenarios_of_both_players_are_drawn_apart() -> None:
@@ -175,6 +186,32 @@ def fail_without_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_is_stuck", lambda self: True)
 
 
+def hold_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def release(self: Scheduler, group: Any, out: list[ev.Instruction]) -> None:
+        pass
+
+    monkeypatch.setattr(Scheduler, "_release", release)
+
+
+def cut_whatever_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = GateKeeper.decision
+
+    def always(self: GateKeeper, group_key: Any) -> Any:
+        verdict = decision(self, group_key)
+        return verdict if verdict is None else Verdict.dropped("converged_prefix", "low_information", "gate", verdict.evidence)
+
+    monkeypatch.setattr(GateKeeper, "decision", always)
+
+
+def remember_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MachineGate, "left", lambda self, group, rewards=None: None)
+
+
+def replace_the_lost_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate does not hear that a member is lost for good, and waits for it."""
+    monkeypatch.setattr(MachineGate, "lost", lambda self, group, place, *, is_replaced: None)
+
+
 BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "capacity never returns": (keep_capacity, r"groups run|not everything has come back|nothing is under way"),
     "a partial group is committed": (commit_a_partial_group, r"group 3 has \d+ members|members \[1|group 3 is trained without"),
@@ -192,6 +229,10 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     ),
     "batches are delivered short": (deliver_short, r"nothing allows that"),
     "the run is given up without a cause": (fail_without_a_cause, r"did not act"),
+    "members wait for ever for a decision": (hold_for_ever, r"wait for each other|nothing will ever happen again|nothing is under way"),
+    "groups are cut that have parted": (cut_whatever_is_looked_at, r"is cut as low_information/converged_prefix"),
+    "keepers remember every group": (remember_every_group, r"a keeper of the gate watches|that is not watched yet"),
+    "the gate waits for the lost": (replace_the_lost_unheard, r"wait for each other|expected (no further step|step \d+)|nothing (will|is)"),
 }
 
 
@@ -224,7 +265,7 @@ def test_a_bug_of_the_shell_is_found_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_failure_tells_the_story_of_the_groups_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
     record_twice(monkeypatch)
-    (total,) = simulate_many(range(3, 4))
+    (total,) = simulate_many(range(4, 5))
     (failure,) = total.failures
     group_id = re.search(r"group (\d+) is recorded a second time", failure).group(1)  # type: ignore[union-attr]
     told = failure.split(f"story of group {group_id}:\n")[1].split("the last events:")[0]

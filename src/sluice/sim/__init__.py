@@ -6,6 +6,7 @@ failure prints the command that repeats it and the story of the groups it is abo
     scenario.py      what a run is made of, drawn from its seed
     faults.py        what goes wrong in it, and how often it did
     world.py         tasks, sources, filters and guard of a scenario
+    gate.py          its gate, and what members do for it to look at
     player.py        Player: the bare machine on a heap of events, fast
     loops.py         its user-defined loops
     records.py       rollouts and events, made quickly

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, Final, Protocol
 
 from sluice.ledger import GROUP_OUTCOMES
-from sluice.scheduler import GroupRecord, Scheduler
+from sluice.scheduler import GroupRecord, MachineGate, Scheduler
 from sluice.sim.prompts import PromptBooks
 from sluice.sim.scenario import Scenario
 from sluice.sim.violation import Violation
@@ -109,7 +109,8 @@ class Invariants:
         # Rounds bound the groups of a batch, and so the events, where no machine goes on for ever.
         groups = scenario.batch * math.ceil(1 + config.async_generation_ratio) + config.max_additional_running_prompts
         members = self._places * config.max_response_rounds
-        self._most_events = 3 * groups * config.max_resample_rounds * (members + 1) * EVENTS_OF_A_MEMBER + MORE_EVENTS
+        events = EVENTS_OF_A_MEMBER + (0 if scenario.gate is None else scenario.gate.steps)
+        self._most_events = 3 * groups * config.max_resample_rounds * (members + 1) * events + MORE_EVENTS
         self._full_counts = 0  # since a batch was asked for or delivered
         self._watch(machine)
 
@@ -154,7 +155,9 @@ class Invariants:
         elif "max_resample_rounds" in what:
             has_acted = self._is_round_bound_reached()
         elif "in a row kept nothing" in what:
-            has_acted = config.fill == "shrink" or policy == "shrink" or self._has_bound_acted()
+            gate = self.scenario.gate
+            is_closed = gate is not None and gate.on_cut == "drop"
+            has_acted = config.fill == "shrink" or policy == "shrink" or is_closed or self._has_bound_acted()
         elif "quarantine" in what:
             has_acted = self._are_prompts_in_quarantine
         else:
@@ -201,7 +204,7 @@ class Invariants:
             raise Violation(f"group {group_id} is recorded a second time, or was never launched", [group_id])
         self.recorded.add(group_id)
         self.record_tokens += record.sampled_tokens
-        if outcome not in GROUP_OUTCOMES or (record.category is not None) != (outcome == "dropped") or not record.reason:
+        if outcome not in GROUP_OUTCOMES or (record.category is not None) != (outcome in ("dropped", "cut")) or not record.reason:
             raise Violation(f"group {group_id} left as {outcome} with category {record.category}, reason {record.reason!r}", [group_id])
         if not 1 <= record.round <= config.max_resample_rounds or not 0 <= record.start_step <= record.end_step:
             where = f"in round {record.round} of {config.max_resample_rounds}, steps {record.start_step} to {record.end_step}"
@@ -210,14 +213,25 @@ class Invariants:
             raise Violation(f"group {group_id} had {record.attempts} attempts", [group_id])
         if (outcome == "trained") != (group_id in self._in_training) and not (outcome == "discarded" and self.is_shut_down):
             raise Violation(f"group {group_id} left as {outcome}, but batches held it: {group_id in self._delivered}", [group_id])
+        if outcome == "cut":
+            self._check_cut(record)
         self._in_training.discard(group_id)
         self.has_left(record)
         self.prompts.left(record)
         self.digest = hash((self.digest, group_id, record.round, record.attempts, record.sampled_tokens, record.end_step, now))
 
+    def _check_cut(self, record: GroupRecord) -> None:
+        """A cut is one that the rule makes, of a gate that may cut, and says what it was made on."""
+        gate, evidence = self.scenario.gate, record.evidence
+        is_of_gate = (record.category, record.reason, record.source) == ("low_information", "converged_prefix", "gate")
+        if gate is None or gate.shadow or not is_of_gate or not evidence["margin"] < evidence["scale"]:
+            raise Violation(f"group {record.group_id} is cut as {record.category}/{record.reason}: {dict(evidence)}", [record.group_id])
+        if evidence["stopped_members"] < 1 or not 2 <= evidence["n"] <= self._config.group_size:
+            raise Violation(f"group {record.group_id} is cut when it had ended, or too early: {dict(evidence)}", [record.group_id])
+
     def has_left(self, record: GroupRecord) -> None:
         """The same, perhaps before it is carried out: whether a bound acts."""
-        if record.round == self._config.max_resample_rounds and record.outcome in ("dropped", "expired"):
+        if record.round == self._config.max_resample_rounds and record.outcome in ("dropped", "cut", "expired"):
             self._has_round_ended = True
 
     def stepped(self, step: int) -> None:
@@ -301,6 +315,8 @@ class Invariants:
             return
         guard = self.scenario.guard
         shrunk = int(metrics.get("scheduler/shrunk_by_guard", 0.0)) if guard is not None and guard.policy == "shrink" else 0
+        gate = self.scenario.gate
+        shrunk += int(metrics["scheduler/closed_by_gate"]) if gate is not None and gate.on_cut == "drop" else 0
         may_be_short = config.fill == "shrink" or self._has_data_ended or self._are_prompts_in_quarantine or count >= wanted - shrunk
         if not may_be_short and (config.on_exhausted != "raise" or shrunk):
             may_be_short = self._has_bound_acted() or self._tops_up(batch, metrics)
@@ -388,12 +404,21 @@ class Invariants:
             raise Violation(f"the quota is {buffer.quota}, at most {self._largest_quota} groups can be needed")
         if running == player.leaving and player.is_wanting and not player.draws and not len(player.loops):
             self._nothing_under_way(player)
+        if machine_gate := self.machine.gate:
+            self._look_at_gate(machine_gate)
         if self.prompts.due_back:
             due = self.prompts.due_back
             raise Violation(f"groups left without being judged, and their prompts were not put back: {due}", due.values())
         self._until_full -= 1
         if not self._until_full:
             self.full(player)
+
+    def _look_at_gate(self, gate: MachineGate) -> None:
+        """Members that wait for a decision wait for a sibling that is under way."""
+        if gate.barrier:
+            for group in self._open.values():
+                if group.held and not group.closed and group.running - group.detached <= len(group.held):
+                    raise Violation(f"all running members of group {group.group_id} wait for each other", [group.group_id])
 
     def _nothing_under_way(self, player: Watched) -> None:
         cause = self.machine.waiting_for(player.now)
@@ -439,7 +464,16 @@ class Invariants:
             )
         if sum([group.open_tokens for group in groups if group.outcome is None]) != ledger.tokens["open"]:
             raise Violation("the tokens of open members are not those of the ledger")
+        self._look_at_keepers(len(groups))
         json.dumps(machine.snapshot(player.now), allow_nan=False)  # plain data
+
+    def _look_at_keepers(self, most: int) -> None:
+        """Keepers remember no group that is not open."""
+        gate = self.machine.gate
+        for keeper in () if gate is None else (gate.groups, gate.members):
+            watched = getattr(keeper, "watched", 0)
+            if watched > most:
+                raise Violation(f"a keeper of the gate watches {watched} groups, {most} are open")
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Numbers that change with everything that the machine does."""

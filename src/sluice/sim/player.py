@@ -21,13 +21,14 @@ from sluice.scheduler import events as ev
 from sluice.scheduler.groups import mix
 from sluice.sim import world
 from sluice.sim.faults import Injector
+from sluice.sim.gate import make_gate, step_of
 from sluice.sim.invariants import Invariants
 from sluice.sim.loops import SimulatedLoop
 from sluice.sim.records import make_drawn, make_finished, make_rollout
 from sluice.sim.scenario import Scenario
 from sluice.sim.story import told
 from sluice.sim.violation import Violation
-from sluice.types import Batch, Failure, FinishReason, Rollout
+from sluice.types import Batch, Failure, Rollout, RolloutFinish
 
 CRASHED_AT_ONCE: Final = 3  # generations that die with one worker
 LONG: Final = 20.0  # a slow step, publish or draw, in units of a generation's median
@@ -49,6 +50,9 @@ class Attempt:
     is_ended = False  # the engine is done with it
     sampled = 0  # tokens in all, once it has ended
     started_at = -1.0  # < 0: it waits for a place
+    steps = 0  # taken by its environment, where there is a gate
+    held_at = -1.0  # since when it is kept from its next step; < 0: it is not
+    is_stopped = False  # as futile
     version = -1  # of the weights that it is under
 
     def __init__(self, launch: ev.LaunchMember, latency_s: float, tokens: int, fate: str) -> None:
@@ -63,7 +67,7 @@ class Attempt:
             return self.sampled
         if self.started_at < 0:
             return 0
-        elapsed = now - self.started_at
+        elapsed = (now if self.held_at < 0 else self.held_at) - self.started_at
         return self.tokens if elapsed >= self.latency_s else int(self.tokens * elapsed / self.latency_s)
 
 
@@ -92,7 +96,7 @@ class Player:
         self._kills = list(scenario.faults.kills)
         self._is_shut_down = False
         self.source = world.make_source(scenario)
-        self.machine = Scheduler(scenario.config, self._filters, guard=world.make_guard(scenario))
+        self.machine = Scheduler(scenario.config, self._filters, guard=world.make_guard(scenario), gate=make_gate(scenario))
         self.fills_s: list[float] = []  # how long each batch took, from the request to its delivery
         self._wanted_at = 0.0
         self.engine_tokens = 0  # of generations that have ended: the independent count
@@ -216,6 +220,12 @@ class Player:
             case ev.CancelLoop():
                 loop = self.loops.pop(instruction.group_id)
                 loop.on_cancelled(self.faults.happens("late_result", self.scenario.faults.late_result))
+            case ev.HoldMember():
+                self._playing(instruction.attempt_id).held_at = self.now
+            case ev.ReleaseMember():
+                self._release(self._playing(instruction.attempt_id))
+            case ev.StopMember():
+                self._push(0.0, self._stop, self._playing(instruction.attempt_id))
             case ev.AttemptRefused():
                 if (refused := self.loops.get(instruction.group_id)) is not None:
                     refused.on_refused(instruction.reason)
@@ -360,9 +370,56 @@ class Player:
         self._seated[attempt.launch.attempt_id] = attempt
         if attempt.fate == "hang":
             self.faults.counts["hang"] += 1
+        elif self.scenario.gate is not None:
+            self._plan_step(attempt, self.scenario.gate.steps)
         else:
             self._sequence += 1
             heappush(self._heap, (now + attempt.latency_s, self._sequence, self._generated, attempt))
+
+    def _plan_step(self, attempt: Attempt, steps: int) -> None:
+        """Its next environment step, or, after the last one, its end. Steps divide its time evenly."""
+        act = self._stepped if attempt.steps < steps else self._generated
+        self._push(attempt.latency_s / (steps + 1), act, attempt)
+
+    def _stepped(self, attempt: Attempt) -> None:
+        """Its environment took a step, also when nobody wants to know any more."""
+        gate = self.scenario.gate
+        assert gate is not None
+        if attempt.is_ended:
+            return
+        attempt.steps += 1
+        ends_with_it = attempt.steps == gate.steps and bool(attempt.launch.seed >> 32 & 1)
+        if attempt.is_acknowledged:
+            self.check.late_results += 1
+        self._tell(step_of(self.scenario, attempt.launch, attempt.steps, is_last=ends_with_it))
+        if ends_with_it:
+            self._generated(attempt)
+        elif attempt.held_at < 0:
+            self._plan_step(attempt, gate.steps)
+
+    def _playing(self, attempt_id: int) -> Attempt:
+        attempt = self.unsettled.get(attempt_id)
+        if attempt is None or attempt.is_leaving:
+            raise Violation(f"attempt {attempt_id} is to be steered, but it has ended or was cancelled")
+        return attempt
+
+    def _release(self, attempt: Attempt) -> None:
+        """A member that was held goes on where it stood."""
+        assert self.scenario.gate is not None
+        if attempt.held_at < 0:
+            raise Violation(f"attempt {attempt.launch.attempt_id} is released, but nobody holds it")
+        attempt.started_at += self.now - attempt.held_at
+        attempt.held_at = -1.0
+        self._plan_step(attempt, self.scenario.gate.steps)
+
+    def _stop(self, attempt: Attempt) -> None:
+        """A member ends as futile, unless it has ended, or was cancelled, in the same moment."""
+        if attempt.is_ended or attempt.is_leaving:
+            return
+        attempt.is_stopped = True
+        attempt.fate = ""
+        self._leave_engine(attempt, attempt.sampled_at(self.now))
+        self._finish(attempt)
 
     def _leave_engine(self, attempt: Attempt, tokens: int) -> None:
         """A generation has ended, by itself or not: the next one gets its place."""
@@ -440,7 +497,7 @@ class Player:
 
     def _rollout(self, attempt: Attempt) -> Rollout:
         attempt_id, group_id, member_index, task, seed = launch = attempt.launch
-        is_truncated = (seed >> 30 & 1023) < self._truncated
+        is_truncated = (seed >> 30 & 1023) < self._truncated and not attempt.is_stopped
         version, token_versions = attempt.version, None
         if attempt.spans:
             version, token_versions = versions_of([*attempt.spans, Span(version, attempt.sampled)])
@@ -459,7 +516,7 @@ class Player:
                 reward = math.nan
             else:
                 failure = Failure(cause="policy" if fate == "reward_timeout" else "infrastructure", reason=fate, detail="simulated")
-        finish_reason: FinishReason = "length" if is_truncated else "stop"
+        finish_reason: RolloutFinish = "stopped_futile" if attempt.is_stopped else "length" if is_truncated else "stop"
         return make_rollout(attempt_id, group_id, member_index, task.task_id, turns, finish_reason, reward, failure)
 
     # ------------------------------------------------------------ cancels
@@ -492,7 +549,7 @@ class Player:
         if attempt.started_at < 0:
             attempt.is_ended = True
         elif not attempt.is_ended:  # else it was being scored
-            if attempt.fate != "hang" and self.faults.happens("late_result", self.scenario.faults.late_result):
+            if attempt.fate != "hang" and attempt.held_at < 0 and self.faults.happens("late_result", self.scenario.faults.late_result):
                 pass  # the engine does not hear of it: `_generated` tells the rest
             elif self.scenario.cancel_latency_s:
                 self._push(self.scenario.cancel_latency_s, self._stopped, attempt)
@@ -614,7 +671,8 @@ class Player:
             self._trace.append(f"{self.now:.3f} the process dies; the next one goes on from its checkpoint")
         self.engine_tokens += sum([attempt.sampled_at(self.now) for attempt in self._seated.values()])
         del self._kills[0]
-        self.machine = Scheduler(self.scenario.config, self._filters, guard=world.make_guard(self.scenario))
+        scenario = self.scenario
+        self.machine = Scheduler(scenario.config, self._filters, guard=world.make_guard(scenario), gate=make_gate(scenario))
         self.source = world.make_source(self.scenario)
         self.source.load_state_dict(saved.source)
         records = self.machine.load_state_dict(saved.machine, {task.task_id: task for task in self.source.tasks})

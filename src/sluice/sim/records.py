@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sluice.scheduler.events import MemberFinished, TaskDrawn
-from sluice.types import EMPTY, Failure, FinishReason, Flag, Rollout, Task, Turn
+from sluice.types import EMPTY, Failure, Flag, Rollout, RolloutFinish, Task, Turn
 
 _new: Final = object.__new__
 _NO_FLAGS: Final[frozenset[Flag]] = frozenset()
@@ -36,7 +36,7 @@ def make_rollout(
     member_index: int,
     task_id: str,
     turns: tuple[Turn, ...],
-    finish_reason: FinishReason,
+    finish_reason: RolloutFinish,
     reward: float | None,
     failure: Failure | None,
 ) -> Rollout:

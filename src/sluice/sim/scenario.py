@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final, Literal
 
@@ -19,7 +19,7 @@ Response = Literal["reward_range", "finish_reason"]
 
 DOMAINS: Final = ("algebra", "logic", "code")
 NO_FAULTS: Final = FaultPlan()
-_SCENARIO, _SHELL = 11, 12  # words that keep the random numbers of different purposes apart
+_SCENARIO, _SHELL, _GATE = 11, 12, 13  # words that keep the random numbers of different purposes apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,22 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """The settings of a gate, and what members do for it to look at."""
+
+    steps: int  # environment steps of every member
+    converging: float  # share of the tasks whose members all do the same
+    k: int
+    threshold: float
+    audit_rate: float = 0.0
+    shadow: bool = False
+    hold_precision: float | None = None
+    on_cut: Literal["replace", "drop"] = "replace"
+    barrier: bool = False
+    futile_steps: int | None = None  # None: no member is stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that one run is made of. Times are in simulated seconds."""
 
@@ -41,6 +57,7 @@ class Scenario:
     query: Query = "std_filter"
     response: Response | None = None
     guard: Guard | None = None
+    gate: Gate | None = None  # members take environment steps where there is one
     domains: tuple[str, ...] = DOMAINS[:1]
     tasks: int = 64  # prompts of one epoch, of all domains together
     epochs: int | None = None  # passes over the data; None: no end
@@ -87,7 +104,8 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
     goal = pick((50, 100, 200, 400)) if player == "machine" else pick((10, 20, 40))
     latency_s = pick((0.2, 1.0, 1.0, 3.0))
     finite = chance() < 0.4
-    return Scenario(
+    gate = None if player == "shell" or has_user_loop or config.group_size < 2 else _gate(Random(mix(seed, _GATE)))
+    scenario = Scenario(
         seed=seed,
         config=config,
         query=query,
@@ -115,7 +133,9 @@ def draw_scenario(seed: int, player: PlayerName = "machine") -> Scenario:
         score_s=pick((0.0, 0.0, 0.2, 2.0)),
         draw_s=pick((0.0, 0.0, 0.0, 0.05, 2.0)) if player == "machine" else 0.0,
         faults=_faults(rng, config, latency_s, player) if chance() < 0.65 else NO_FAULTS,
+        gate=gate,
     )
+    return _with_places(scenario) if gate is not None and gate.barrier else scenario
 
 
 def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str, ...], has_user_loop: bool) -> dict[str, Any]:
@@ -162,6 +182,34 @@ def _machine_settings(rng: Random, batch: int, ratio: float, domains: tuple[str,
         "stall_warning_s": pick((None, None, 2.0, 30.0)),
         "has_user_loop": has_user_loop,
     }
+
+
+def _gate(rng: Random) -> Gate | None:
+    """From random numbers of its own, so that all else in a scenario is the same with and without one."""
+    pick = rng.choice
+    if rng.random() < 0.7:
+        return None
+    steps = pick((1, 2, 3, 5))
+    shadow = rng.random() < 0.15
+    return Gate(
+        steps=steps,
+        converging=pick((0.0, 0.3, 0.6, 1.0)),
+        k=rng.randint(1, steps),
+        threshold=pick((0.1, 0.4, 0.7, 1.0)),
+        audit_rate=pick((0.0, 0.1, 0.5)),
+        shadow=shadow,
+        hold_precision=0.6 if shadow and rng.random() < 0.5 else None,
+        on_cut=pick(("replace", "replace", "drop")),
+        barrier=rng.random() < 0.4,
+        futile_steps=pick((None, None, 1, 2)),
+    )
+
+
+def _with_places(scenario: Scenario) -> Scenario:
+    """The same with a place in the engine for every member of every open group: members that wait for each other must all have one."""
+    config, batch = scenario.config, scenario.batch
+    groups = batch + math.ceil(config.async_generation_ratio * batch) + config.max_additional_running_prompts
+    return replace(scenario, workers=max(scenario.workers, groups * (config.group_size + config.redundancy)))
 
 
 def _guard(rng: Random) -> Guard:

@@ -199,7 +199,7 @@ def test_a_shadow_stops_nobody_either() -> None:
     built = build_gate(loaded({**K, "shadow": True, "futility": {"steps": 3}}))
     assert built is not None
     assert built.members.audit_rate == 1.0  # type: ignore[union-attr]
-    assert built.groups.shadow  # type: ignore[union-attr]
+    assert not built.groups.is_cutting  # type: ignore[union-attr]
 
 
 def test_a_rule_of_ones_own_that_cannot_be_found_is_told_before_anything_is_built() -> None:
