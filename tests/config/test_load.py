@@ -15,11 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.config import RlvrConfig, check_config, load_config, parse_config, to_yaml
+from sluice.config import AgenticConfig, RlvrConfig, check_config, load_config, parse_config, to_yaml
 from sluice.config.models import AdvantageConfig, TrainerConfig
 from sluice.config.reading import parse_document
 from sluice.errors import ConfigError
-from tests.config.recipes import TEXT, problems_of, smallest, write
+from tests.config.recipes import TEXT, agentic, problems_of, smallest, write
 from tests.config.values import FOREIGN, TEXTS, VALUES, WRONG, WRONG_VALUES, paths_of
 
 # ---------------------------------------------------------------- properties
@@ -226,6 +226,24 @@ def test_environment_variables_are_not_expanded_and_home_is(monkeypatch: pytest.
     monkeypatch.setenv("EXP", "x")
     assert parse_config(smallest(model__path="/a/$EXP")).model.path == "/a/$EXP"
     assert parse_config(smallest(model__path="~/model")).model.path == "/home/someone/model"
+
+
+def test_game_files_start_at_the_recipe_and_what_a_class_of_ones_own_is_given_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    games = {"type": "textworld", "args": {"files": ["games/a.z8", "/abs/b.z8", 7]}}
+    own = {"type": "my.Environment", "args": {"files": ["games/a.z8"], "path": "x"}}
+    both = agentic(environment=games, val_environment=own, val_env_manager={"num_env_groups": 1})
+    config = parse_config(both, folder=tmp_path / "recipes")
+    assert isinstance(config, AgenticConfig)
+    assert config.val_environment is not None
+    assert config.environment.args["files"] == [str(tmp_path / "recipes" / "games" / "a.z8"), "/abs/b.z8", 7]
+    assert config.val_environment.args == own["args"]
+    other = parse_config(agentic(environment=games), ["environment.args={files: [c.z8]}"], folder=tmp_path / "recipes")
+    assert isinstance(other, AgenticConfig)
+    assert other.environment.args["files"] == [str(tmp_path / "here" / "c.z8")]
 
 
 def test_an_error_names_file_line_key_what_was_expected_what_came_and_the_nearest_name(tmp_path: Path) -> None:

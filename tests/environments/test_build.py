@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.environments import EnvironmentConfig, build_environment, check_environment
+from sluice.config.load import ENVIRONMENT_FILES
+from sluice.environments import ENVIRONMENTS, EnvironmentConfig, build_environment, check_environment
 from sluice.errors import ConfigError, EnvError
 from tests.environments.environments_for_tests import HERE, Obedient
 
@@ -88,3 +89,8 @@ def test_game_files_must_be_there() -> None:
 
 def test_the_class_in_the_test_is_the_one_that_was_built() -> None:
     assert isinstance(build_environment({"type": f"{HERE}.Obedient"}), Obedient)
+
+
+def test_arguments_that_the_configuration_takes_for_paths_of_files_are_lists_of_texts() -> None:
+    for name, argument in ENVIRONMENT_FILES.items():
+        assert ENVIRONMENTS[name].model_fields[argument].annotation == list[str]

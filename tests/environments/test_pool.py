@@ -121,6 +121,31 @@ def test_a_process_that_spins_is_killed() -> None:
     run(test, step_timeout_s=0.2)
 
 
+@pytest.mark.parametrize(("seed", "action", "call"), [(1, "spin", "step"), (668, "", "reset"), (1, "hang", "step")])
+def test_case_132_stuck_environments_time_out_are_replaced_and_leave_no_process_behind(seed: int, action: str, call: str) -> None:
+    """Case 132: two places, four calls that never return: four time-outs, then an episode is played; `run` looks for what is left."""
+
+    async def test(pool: EnvironmentPool) -> None:
+        async def stick() -> tuple[EnvReset | EnvStep | EnvFault, int]:
+            runner = pool.runner()
+            answer: EnvReset | EnvStep | EnvFault = await runner.reset(seed)
+            worker = int(answer.info.extra["pid"]) if isinstance(answer, EnvReset) else 0
+            return (await runner.step(action) if isinstance(answer, EnvReset) else answer), worker
+
+        answers = await asyncio.gather(*(stick() for _ in range(4)))
+        assert [(answer.kind, answer.call) for answer, _ in answers if isinstance(answer, EnvFault)] == [("env_timeout", call)] * 4
+        assert pool.metrics()["env/faults/env_timeout"] == 4
+        await until(lambda: not any(worker and psutil.pid_exists(worker) for _, worker in answers))
+        runners = [pool.runner(), pool.runner()]
+        pids = {await pid(runner, 2) for runner in runners}  # both places are there again
+        assert len(pids) == 2
+        assert all([isinstance(await runner.step("end"), EnvStep) for runner in runners])
+        assert pool.metrics()["env/workers_alive"] == 2
+
+    limits = {"reset_timeout_s": 0.3} if call == "reset" else {"step_timeout_s": 0.2}
+    run(test, workers=2, **limits)
+
+
 def test_a_worker_is_reused_for_many_episodes() -> None:
     async def test(pool: EnvironmentPool) -> None:
         runners = [pool.runner(), pool.runner()]

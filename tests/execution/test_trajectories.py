@@ -361,6 +361,97 @@ def test_redundant_members_are_cancelled_when_the_group_is_whole_and_their_seats
     run(main())
 
 
+@pytest.mark.parametrize("slow", ["reset", "step"])
+def test_case_62_a_whole_group_does_not_wait_for_an_environment_that_takes_a_minute(slow: str) -> None:
+    """Case 62: a redundant member is in a call of its environment: it is let go at once, and its seat is free for the next group."""
+
+    async def main() -> None:
+        begun = 0
+
+        def seconds(call: str) -> float:
+            nonlocal begun
+            begun += call == slow
+            return 60.0 if call == slow and begun == 3 else 1.0
+
+        chosen = config(train_env_manager={"num_env_groups": 1, "group_size": 2, "group_size_redundancy": 1})
+        host = DelayedHost(ScriptedEnvironment, seconds=seconds)
+        async with world(engine=SayingEngine(lambda request: "win"), settings=chosen, host=host) as one:
+            batch = await one.batch(1)
+            assert len(rollouts(batch)) == 2
+            assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+            await one.batch(1)
+            assert asyncio.get_running_loop().time() == pytest.approx(4.0)  # all three seats played again
+            assert one.shell.scheduler.ledger.attempts["cancelled"] == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("slow", ["reset", "step", "engine"])
+def test_case_76_and_84_a_member_that_never_ends_costs_its_group_at_the_one_deadline(slow: str) -> None:
+    """Cases 76 and 84: set-up, turns and retries share 20 seconds; then the group leaves, its seats are free and another one is played."""
+
+    async def main() -> None:
+        begun = 0
+
+        def seconds(call: str) -> float:
+            nonlocal begun
+            begun += call == slow
+            return 1e6 if call == slow and begun == 2 else 1.0
+
+        engine = SayingEngine(lambda request: "win", latency_s=lambda request: 1e6 if slow == "engine" and request.request_id == 1 else 0.0)
+        chosen = config(train_env_manager={"num_env_groups": 2, "group_size": 2})
+        host = DelayedHost(ScriptedEnvironment, seconds=seconds)
+        async with world(engine=engine, settings=chosen, host=host, group_timeout_s=20.0) as one:
+            batch = await one.batch(2)
+            assert asyncio.get_running_loop().time() == pytest.approx(22.0)
+            assert [record.reason for record in one.records if record.outcome == "dropped"] == ["group_timeout"]
+            assert {rollout.finish_reason for rollout in rollouts(batch)} == {"completed"}
+            assert {group.task.entry["episode"] for group in batch.groups} == {0, 1}
+            await asyncio.sleep(0)
+            assert one.player.table.seats.taken == 0
+
+    run(main())
+
+
+def test_case_92_with_nobody_to_take_the_batch_trajectories_end_and_the_stop_returns() -> None:
+    """Case 92: groups ahead of the batch are done, nobody asks: every seat comes free, the loop stays free, and `close` returns at once."""
+
+    async def main() -> None:
+        chosen = config(train_env_manager={"num_env_groups": 1, "group_size": 2})
+        async with world(engine=SayingEngine(latency_s=1.0), settings=chosen, async_generation_ratio=2.0) as one:
+            asking = asyncio.ensure_future(one.shell.next_batch(1))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.sleep(1000.0)
+            assert asking.cancelled()
+            assert one.player.table.seats.taken == 0
+            assert one.shell.scheduler.buffer.committed == 2  # and a batch is ready
+            before = asyncio.get_running_loop().time()
+            await one.shell.close()
+            assert asyncio.get_running_loop().time() == before
+            assert {record.outcome for record in one.records} == {"discarded"}
+
+    run(main())
+
+
+def test_case_64_a_trajectory_that_is_cut_in_a_turn_has_no_half_of_it() -> None:
+    """Case 64: tokens, mask and log-probs end with the last whole turn; what the cut turn had sampled is counted, and no part of a row."""
+
+    async def main() -> None:
+        engine = SayingEngine(latency_s=lambda request: 1e5 if turn_of(request) == 2 else 1.0, cancel_latency_s=0.25)
+        chosen = config(dialogue={"timeout_s": 20.0}, train_env_manager={"num_env_groups": 1, "group_size": 1})
+        async with world(engine=engine, settings=chosen, on_member_failure="judge") as one:
+            batch = await one.batch(1)
+            (rollout,) = rollouts(batch)
+            (sample,) = samples_from_batch(batch)
+            assert (rollout.finish_reason, len(rollout.turns)) == ("timeout", 1)
+            assert len(sample.completion_ids) == len(sample.loss_mask) == len(sample.inference_logprobs) == rollout.sampled_tokens == 9
+            await asyncio.sleep(1.0)  # what is late has come
+            assert one.shell.scheduler.ledger.total_tokens == engine.sampled_tokens("train")
+
+    run(main())
+
+
 # ---------------------------------------------------------------- faults
 
 

@@ -78,6 +78,41 @@ def test_a_worker_process_that_dies_costs_its_member_which_is_replaced(tmp_path:
     asyncio.run(main())
 
 
+class Endless(ScriptedEnvironment):
+    """Never returns from its first step with a problem, as long as a file can be made for it: every group has one such member."""
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.folder = folder
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Any]:
+        try:
+            os.close(os.open(f"{self.folder}/{self.seed}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return super().step(action)
+        while True:
+            pass
+
+
+@pytest.mark.parametrize("policy", ["replace", "judge"])
+def test_case_132_groups_whose_environments_never_return_cost_time_outs_and_nothing_else(policy: str, tmp_path: Any) -> None:
+    """Case 132: two workers, a step without end in each of two groups: both are killed, counted and replaced, and the batch is whole."""
+
+    async def main() -> None:
+        chosen = in_processes(Endless, {"folder": str(tmp_path)}, environment={"workers": 2, "step_timeout_s": 0.3})
+        async with world(None, SayingEngine(), chosen, on_member_failure=policy) as one:
+            batch = await one.batch()
+            metrics, ledger = one.host.metrics(), one.shell.scheduler.ledger  # type: ignore[union-attr]
+            assert metrics["env/faults/env_timeout"] == metrics["env/workers_lost"] == 2
+            lost = [rollout for rollout in rollouts(batch) if rollout.failure is not None]
+            assert len(lost) == (2 if policy == "judge" else 0)
+            assert ledger.attempts["failed"] == (0 if policy == "judge" else 2)
+            assert {rollout.finish_reason for rollout in rollouts(batch)} - {"env_timeout"} == {"max_turns"}
+            assert all(len(group.rollouts) == 4 for group in batch.groups)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize(
     ("changes", "ends"),
     [

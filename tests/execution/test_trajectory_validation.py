@@ -195,6 +195,39 @@ def test_a_group_filter_sees_every_episode_whole_and_its_drops_are_counted_or_ap
     assert result.sampled_tokens == engine.sampled_tokens("validation")
 
 
+class NoSpread:
+    """Drops what a training run would not train on."""
+
+    def judge(self, group: Group, /) -> Verdict:
+        if None in [rollout.reward for rollout in group.rollouts]:
+            return Verdict.dropped("incomplete", "invalid", "mine")
+        spread = len({rollout.reward for rollout in group.rollouts}) > 1
+        return Verdict.kept("mine") if spread else Verdict.dropped("no_spread", "low_information", "mine")
+
+
+@pytest.mark.parametrize("group_filter", [None, NoSpread()])
+def test_case_138_an_evaluation_sees_every_episode_and_repeat_once_and_refills_nothing(group_filter: Any) -> None:
+    """Case 138: outcomes [1, 1], [0.75, 0.75], [1, 0.75] and failed: the mean is over the six that have one, whatever a filter says."""
+    wins = {0, 1, 4}
+    engine = SayingEngine(lambda request: "win" if request.dialogue_id in wins else "go north", latency_s=1.0)
+    begun = 0
+
+    def fault(call: str) -> FaultKind | None:
+        nonlocal begun
+        begun += call == "reset"
+        return "env_died" if call == "reset" and begun > 6 else None
+
+    changes = {"train_env_manager": {"num_env_groups": 1, "group_size": 1}}  # one after another
+    host = DelayedHost(ScriptedEnvironment, fault=fault)
+    result = run(evaluate(engine, episodes=4, repeats=2, host=host, changes=changes, group_filter=group_filter))
+    assert (result.items, result.scored, result.unscored) == (8, 6, {"env_died": 2})
+    assert result.reward_sum == pytest.approx(3 * 1.0 + 3 * 0.75)
+    assert result.mean == pytest.approx(5.25 / 6)
+    assert result.would_reject == ({} if group_filter is None else {"no_spread": 4, "incomplete": 2})
+    assert result.rejected == 0
+    assert begun == 6 + 2 * 2  # a fault of the machinery is tried once more, and nothing is played in its place
+
+
 def test_a_group_filter_is_shown_members_without_a_reward() -> None:
     judge = DropsEpisode("none")
     result = run(

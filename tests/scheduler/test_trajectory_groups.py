@@ -606,6 +606,49 @@ def test_case_37_surplus_groups_wait_oldest_first_and_nothing_is_lost():
     assert player.source.state_dict()["put_back"] == []
 
 
+def test_case_41_environment_groups_that_are_too_easy_or_too_hard_are_never_used_up():
+    """Case 41: means 1, 0, 1 against easy >= 0.9 and hard <= 0.1: all leave, and each environment group goes on with its next episode."""
+    band = FilterConfig(type="mean_filter", filter_args={"threshold_down": 0.1, "threshold_up": 0.9})
+    player = Trajectories.of(3, query=band, max_resample_rounds=4)
+    player.want(3)
+    for episode in range(3):
+        assert player.episodes()[3 * episode :] == [(env_group, episode) for env_group in range(3)]
+        for group_id, reward in zip(player.open_group_ids(), (1.0, 0.0, 1.0), strict=True):
+            player.run_group(group_id, reward, reward)
+    assert not player.failures
+    for group_id in player.open_group_ids():
+        player.run_group(group_id, 0.0, 1.0)
+    assert player.trained() == [[9, 10, 11]]
+    assert player.metrics[0]["batch/rejected/low_information/too_easy"] == 6
+    assert player.metrics[0]["batch/rejected/low_information/too_hard"] == 3
+
+
+def test_case_41_where_nothing_of_use_is_left_the_run_says_which_side_it_fell_on():
+    """Case 41: it never waits for a pool that has run dry."""
+    band = FilterConfig(type="mean_filter", filter_args={"threshold_down": 0.1, "threshold_up": 0.9})
+    player = Trajectories.of(3, query=band, max_resample_rounds=2)
+    player.want(3)
+    for _ in range(2):
+        for group_id, reward in zip(player.open_group_ids(), (1.0, 0.0, 1.0), strict=True):
+            player.run_group(group_id, reward, reward)
+    (message,) = player.failures
+    assert "low_information/too_easy 4, low_information/too_hard 2" in message
+
+
+def test_case_55_and_61_what_tops_a_batch_up_is_a_whole_group_of_its_own_and_nothing_is_there_twice():
+    """Cases 55 and 61: nothing is ever copied. A dropped group that is used after all comes whole, with its own members and id."""
+    player = Trajectories.of(max_resample_rounds=1, on_exhausted="keep_low_information")
+    player.want(4)
+    for group_id, rewards in enumerate([(0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)]):
+        player.run_group(group_id, *rewards)
+    (batch,) = player.batches
+    assert [group.group_id for group in batch.groups] == [0, 1, 2, 3]
+    assert [list(group.rewards) for group in batch.groups] == [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+    members = [rollout for group in batch.groups for rollout in group.rollouts]
+    assert [rollout.group_id for rollout in members] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({rollout.attempt_id for rollout in members}) == 8
+
+
 def test_case_45_one_truncated_trajectory_does_not_drop_its_group():
     """Case 45: rewards [1, 0, 1, truncated]: kept, three in the statistics, four rows, advantage 0 for the truncated one."""
     player = Trajectories.of(group_size=4)

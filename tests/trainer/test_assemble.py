@@ -143,6 +143,51 @@ def test_case_64_the_mask_grows_with_the_tokens(new: int, mask: list[int]) -> No
     assert len(sample.inference_logprobs) == len(sample.completion_ids) == 5 + new
 
 
+@pytest.mark.parametrize(("new", "mask"), [(3, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]), (0, [1, 1, 1, 1, 1, 0, 0])])
+def test_case_64_the_mask_of_a_trajectory_grows_with_every_turn(new: int, mask: list[int]) -> None:
+    """Case 64: five old tokens are masked, a reply of two stands between, three new ones train; a turn of no tokens adds none."""
+    turns = (turn([7], [3] * 5, version=2), turn([9, 9], [4] * new, version=3))
+    (sample,) = samples_from_batch(batch(group(0, [turns], [1.0])), stale_tokens="mask")
+    assert sample.loss_mask.tolist() == mask
+    assert len(sample.inference_logprobs) == len(sample.completion_ids) == 7 + new
+    whole = samples_from_batch(batch(group(0, [turns], [1.0])))[0]
+    assert whole.loss_mask.tolist() == [1] * 5 + [0, 0] + [1] * new
+
+
+def loss_weights(given_batch: Batch, stale: Any = "train") -> list[list[float]]:
+    """What the loss of every token is multiplied with: the advantage of its row where the loss looks."""
+    samples = samples_from_batch(given_batch, stale_tokens=stale)
+    rows = collate(samples, advantages_for(samples, AdvantageConfig(scale="none")), pad_id=PAD)
+    return (rows["advantages"][:, None] * rows["tool_mask"]).tolist()
+
+
+def test_case_59_the_advantage_of_a_trajectory_meets_the_mask_of_each_of_its_turns() -> None:
+    """Case 59: advantage 0.5 over turns of two tokens, an environment's token before the second: [.5, .5, 0, .5, .5]."""
+    long = (turn([7], [2, 3]), turn([9], [4, 5]))
+    short = (turn([7], [2]),)
+    assert loss_weights(batch(group(0, [long, short], [1.0, 0.0]))) == [[0.5, 0.5, 0, 0.5, 0.5], [-0.5, 0, 0, 0, 0]]
+
+
+def test_case_59_a_last_turn_without_tokens_takes_nothing_from_the_turns_before_it() -> None:
+    """Case 59: what the last turn's mask is must not decide about earlier turns, nor the other way round."""
+    ends_empty = (turn([7], [2, 3]), turn([9], []))
+    begins_empty = (turn([7], []), turn([9], [4, 5]))
+    assert loss_weights(batch(group(0, [ends_empty, begins_empty], [1.0, 0.0]))) == [[0.5, 0.5, 0], [0, -0.5, -0.5]]
+    older_first = (turn([7], [2, 3], version=0), turn([9], [4], version=1))
+    older_last = (turn([7], [2], version=1), turn([9], [4], version=1))
+    assert loss_weights(batch(group(0, [older_first, older_last], [1.0, 0.0])), "mask") == [[0, 0, 0, 0.5], [-0.5, 0, -0.5, 0]]
+
+
+@given(batches(), stale_tokens)
+def test_case_59_every_token_that_trains_has_the_whole_advantage_of_its_trajectory(given_batch: Batch, stale: Any) -> None:
+    samples = samples_from_batch(given_batch, stale_tokens=stale)
+    advantages = np.float32(advantages_for(samples, AdvantageConfig(scale="none")))
+    for sample, advantage, weights in zip(samples, advantages, loss_weights(given_batch, stale), strict=True):
+        expected = np.where(sample.loss_mask, advantage, np.float32(0))
+        assert weights[: len(expected)] == expected.tolist()
+        assert not any(weights[len(expected) :])
+
+
 def test_turns_of_different_versions_carry_the_versions_of_their_tokens() -> None:
     turns = (turn([7], [3, 4], version=5), turn([9], [5, 6], version=6, versions=[6, 7]), turn([9], [2], version=7))
     (sample,) = samples_from_batch(batch(group(0, [turns], [1.0])))

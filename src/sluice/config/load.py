@@ -1,8 +1,9 @@
 """From a YAML file and overrides to a configuration that can run, or one error that names everything wrong with it.
 
 Order: read the file, put the overrides over it, choose the models by `pipeline`, resolve paths, validate, then the rules across keys.
-Relative paths of the model and the data start at the folder of the file that names them (an override's at the current folder);
-`records.root` and what the `args` of an environment hold start at the current folder.
+Relative paths of the model, the data and the game files of an environment start at the folder of the file that names them (an override's
+at the current folder); `records.root` and what the `args` of an environment of the user's own hold start at the current folder, where its
+module is found too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from sluice.config.overrides import apply_overrides
 from sluice.config.pipelines import PIPELINES, AnyConfig, choose
 from sluice.config.problems import KeyPath, Places, Problem, error
 from sluice.config.reading import CoreDumper, parse_document, read_text
+
+ENVIRONMENT_FILES: Mapping[str, str] = {"textworld": "files"}
+"""Environment by name -> the argument of it that lists paths of files."""
 
 _STAND_INS: Mapping[str, Any] = {
     "exp_name": "x",
@@ -138,6 +142,15 @@ def _path_keys(data: Mapping[str, Any]) -> Iterable[KeyPath]:
         for index, source in enumerate(sources if isinstance(sources, list) else []):
             if isinstance(source, dict) and _is_path(source.get("path")):
                 yield ("tasks", side, index, "path")
+    for key in ("environment", "val_environment"):
+        environment = data.get(key)
+        if isinstance(environment, dict):
+            argument = ENVIRONMENT_FILES.get(str(environment.get("type")), "")
+            args = environment.get("args")
+            files = args.get(argument) if isinstance(args, dict) else None
+            for index, file in enumerate(files if isinstance(files, list) else []):
+                if _is_path(file):
+                    yield (key, "args", argument, index)
 
 
 def _is_path(value: Any) -> bool:

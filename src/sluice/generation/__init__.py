@@ -18,7 +18,7 @@
   - weights.py   published weights, checked and copied; older ones for as long as somebody needs them
 
 To add an engine: write one file with a class that follows `base.Engine`, export it here, and let the pipeline build it from
-`engine.type`.
+`engine.type`. docs/engines.md says in words what it must keep, of dialogues above all.
 """
 
 from __future__ import annotations
