@@ -10,7 +10,21 @@ import pytest
 import sluice
 
 HEAVY = ("torch", "ray", "transformers", "trl", "datasets", "peft", "tensordict", "reasoning_gym", "math_verify")
-LIGHT_ROOMS = ("types", "errors", "config", "tasks", "rewards", "gate", "filters", "advantage", "ledger", "scheduler", "environments", "analysis")
+LIGHT_ROOMS = (
+    "types",
+    "errors",
+    "config",
+    "workers",
+    "tasks",
+    "rewards",
+    "gate",
+    "filters",
+    "advantage",
+    "ledger",
+    "scheduler",
+    "environments",
+    "analysis",
+)
 
 
 def modules_after(code: str) -> set[str]:

@@ -18,6 +18,7 @@ import pytest
 from sluice.environments import EnvFault, EnvironmentConfig, EnvironmentPool, EnvReset, EnvStep, PooledRunner
 from sluice.environments import pool as pool_module
 from sluice.errors import EnvError
+from sluice.workers import pool as workers_module
 from tests.environments.environments_for_tests import HERE
 
 LONG_S = 60.0
@@ -288,12 +289,12 @@ def test_a_printing_environment_disturbs_nothing() -> None:
 
 @pytest.mark.parametrize(("build", "why"), [("raise", "it was told not to be built"), ("exit", "exit code 3")])
 def test_an_environment_that_never_starts_is_an_error_that_says_why(build: str, why: str, monkeypatch) -> None:
-    monkeypatch.setattr(pool_module, "START_DELAY_S", 0.01)
+    monkeypatch.setattr(workers_module, "START_DELAY_S", 0.01)
 
     async def test(pool: EnvironmentPool) -> None:
         runner = pool.runner()
         for _ in range(2):
-            with pytest.raises(EnvError, match=f"no worker can be started, 3 tries failed.*{why}"):
+            with pytest.raises(EnvError, match=f"no worker of environment .*Obedient can be started, 3 tries failed.*{why}"):
                 await runner.reset(1)
 
     run(test, args={"build": build})

@@ -25,6 +25,7 @@ from sluice.config.models import RewardConfig
 from sluice.errors import RewardError
 from sluice.rewards import RewardPool, Score
 from sluice.rewards import pool as pool_module
+from sluice.workers import pool as workers_module
 from tests.rewards.examples import HERE, rewards, task, verifier
 
 LONG_S = 60.0  # nothing in these tests takes so long: it is there to fail instead of hanging
@@ -322,7 +323,7 @@ def test_a_verifier_that_meddles_with_its_process_never_confuses_the_answers_of_
 
 
 def test_a_pool_that_runs_out_of_descriptors_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool_module, "START_DELAY_S", 0.01)
+    monkeypatch.setattr(workers_module, "START_DELAY_S", 0.01)
 
     def none_left() -> None:
         raise OSError(24, "Too many open files")
@@ -330,7 +331,7 @@ def test_a_pool_that_runs_out_of_descriptors_says_so(monkeypatch: pytest.MonkeyP
     async def run() -> None:
         pool = RewardPool(DOMAINS, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(pool_module.socket, "socketpair", none_left)
+            patch.setattr(workers_module.socket, "socketpair", none_left)
             with pytest.raises(RewardError, match="Too many open files"):
                 await pool.score(task(domain="told"), "fine")
         await pool.close()
@@ -530,7 +531,7 @@ def test_a_pool_needs_a_worker():
     ],
 )
 def test_workers_that_cannot_start_are_an_error_after_a_bound_for_every_waiting_call(path: str, why: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool_module, "START_DELAY_S", 0.01)
+    monkeypatch.setattr(workers_module, "START_DELAY_S", 0.01)
 
     async def run() -> None:
         pool = RewardPool(rewards(path), 2)
@@ -549,7 +550,7 @@ def test_workers_that_cannot_start_are_an_error_after_a_bound_for_every_waiting_
 
 def test_a_worker_that_does_not_start_in_time_counts_as_one_that_cannot(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "START_LIMIT_S", 0.3)
-    monkeypatch.setattr(pool_module, "START_DELAY_S", 0.01)
+    monkeypatch.setattr(workers_module, "START_DELAY_S", 0.01)
 
     async def run() -> None:
         pool = RewardPool(rewards(".NeverBuilt"), 1)

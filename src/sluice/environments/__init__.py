@@ -15,7 +15,6 @@ inline.py             in the caller's thread
 thread.py             in a thread of its own
 pool.py               in worker processes that are killed and replaced
 worker.py             what runs in a worker process
-forkserver.py         the small process from which workers are forked, and which ends them
 monitor.py            names environments that are in one call for far too long
 
 A new environment is one file with a class as base.py says, a subclass of `EnvironmentSettings` (its fields are the `args`) and one line

@@ -25,8 +25,8 @@ from sluice.config.models import LARGEST_REWARD
 from sluice.environments.base import Call, EnvFault, Environment, EnvReset, EnvStep
 from sluice.environments.boundary import Answer
 from sluice.errors import EnvError
+from sluice.workers import START_TRIES
 
-START_TRIES: Final = 3  # starts in a row that may fail before nothing is tried any more
 CLOSE_LIMIT_S: Final = 1.0  # how long `close` waits for an environment that runs in a thread
 
 NO_EPISODE: Final = "there is no episode: it ended, failed or was closed - call reset first"

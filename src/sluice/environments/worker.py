@@ -1,25 +1,20 @@
-"""What runs in a worker process: build the environment, then make one call after another until the other end hangs up.
+"""What runs in a worker process: build the environment, then make one call after another.
 
-Each message is a header with its length, then JSON, in both directions: nothing an environment produces is unpickled in the run's own
-process. The first message of a worker is `{"ready": true}` or `{"failed": why}`; a call is `[number, "reset" | "step", argument]`, its
-answer `[number, what, fields]`.
+The payload of a job is JSON, `["reset" | "step", argument]`, its answer `[what, *fields]`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
-import struct
-from typing import Any, BinaryIO, Final
+from typing import Any
 
-from sluice.environments.base import EnvFault, EnvInfo, EnvReset, EnvStep
+from sluice.environments.base import Call, EnvFault, EnvInfo, EnvReset, EnvStep
 from sluice.environments.boundary import Answer, HeldEnvironment, describe
 from sluice.environments.build import build_environment, preload
 from sluice.environments.settings import EnvironmentConfig
 from sluice.errors import EnvError
-
-HEADER: Final = struct.Struct("!Q")  # length of the payload
+from sluice.workers import serve_jobs, tell_failed
 
 
 def preload_config(settings: bytes) -> None:
@@ -34,26 +29,24 @@ def serve(connection: socket.socket, settings: bytes) -> None:
     try:
         held.build()
     except BaseException as err:  # noqa: BLE001 - told to the pool, which decides
-        connection.sendall(pack({"failed": str(err) if isinstance(err, EnvError) else describe(err)}))
+        tell_failed(connection, str(err) if isinstance(err, EnvError) else describe(err))
         return
-    connection.sendall(pack({"ready": True}))
-    calls, own = connection.makefile("rb"), os.getpid()
-    while (message := _receive(calls)) is not None:
-        number, call, argument = message
+
+    def work(payload: bytes) -> list[Any]:
+        call, argument = json.loads(payload)
         try:
             answer = held.perform(call, argument)
         except KeyboardInterrupt as err:  # Ctrl-C is ignored here: this one is the environment's own
             answer = EnvFault(kind="env_failed", detail=f"environment {config.type}, {call}: {describe(err)}", call=call)
-        if os.getpid() != own:
-            os._exit(0)  # the environment forked, and its child came back as if it were the worker
-        connection.sendall(pack([number, *pack_answer(answer)]))
+        return pack_answer(answer)
+
+    serve_jobs(connection, work)
     held.drop()
 
 
-def pack(message: object) -> bytes:
-    """A message as bytes, header included."""
-    payload = json.dumps(message).encode()
-    return HEADER.pack(len(payload)) + payload
+def pack_call(call: Call, argument: int | str) -> bytes:
+    """The payload of a job."""
+    return json.dumps([call, argument]).encode()
 
 
 def pack_answer(answer: Answer) -> list[Any]:
@@ -96,16 +89,3 @@ def _info(told: list[Any]) -> EnvInfo:
         env_id=env_id,
         extra=extra,
     )
-
-
-def _receive(calls: BinaryIO) -> list[Any] | None:
-    """The next call; None when the pool hung up."""
-    header = calls.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (size,) = HEADER.unpack(header)
-    payload = calls.read(size)
-    if len(payload) < size:
-        return None
-    call: list[Any] = json.loads(payload)
-    return call

@@ -12,7 +12,6 @@ build.py          the table of verifiers; checks and builds one from its configu
 inline.py         scores in the caller's thread, without limits
 pool.py           scores in worker processes, with limits
 worker.py         what runs in a worker process
-forkserver.py     the small process from which workers are forked, and which ends them
 
 A new verifier is one file with a subclass of `BuiltinVerifier` (its fields are the `args`, its `__call__` the score) and one line in the
 table of build.py. A bad verifier, a bad answer and a bad worker are counted failures of single items; only settings and a pool that cannot

@@ -47,7 +47,7 @@ class InlineScorer:
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start."""
-        return {**self._counts.metrics(), "rewards/workers_alive": 0.0}
+        return {**self._counts.metrics(), "rewards/worker_losses": 0.0, "rewards/workers_alive": 0.0}
 
 
 def unknown_domain(task: Task, known: Mapping[str, object]) -> str:

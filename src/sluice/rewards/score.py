@@ -81,7 +81,6 @@ class ScoreCounts:
         self.scored = 0
         self.cancelled = 0
         self.errors: Counter[str] = Counter()  # by reason, time-outs and lost workers among them
-        self.worker_losses = 0  # workers that ended on their own, with or without a job
         self.score_seconds = 0.0  # inside verifiers, over all answered calls
         self.queue_seconds = 0.0  # waiting for a worker, over all calls that got one
         self.started = 0  # calls that got a worker
@@ -102,7 +101,6 @@ class ScoreCounts:
             "rewards/scored": self.scored,
             "rewards/cancelled": self.cancelled,
             "rewards/timeouts": self.errors["reward_timeout"],
-            "rewards/worker_losses": self.worker_losses,
         }
         for reason, count in sorted(self.errors.items()):
             result[f"rewards/errors/{reason}"] = count

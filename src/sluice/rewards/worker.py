@@ -1,59 +1,58 @@
-"""What runs in a worker process: build the verifiers, then score one job after another until the other end hangs up.
+"""What runs in a worker process: build the verifiers, then score one job after another.
 
-Each message is a header with its length, then the payload. A job is a number and a pickle of (task fields, response). An answer is JSON, so
-that nothing a verifier produces is unpickled in the run's own process: first `{"ready": true}` or `{"failed": why}`, then for each job a
-list that starts with its number.
+The payload of a job is a pickle of (task fields, response), its answer a score as plain data.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import socket
-import struct
-from collections.abc import Mapping
-from typing import Any, BinaryIO, Final
+from typing import Any
 
 import numpy as np
 
 from sluice.config.models import RewardConfig
 from sluice.rewards.base import Score, Verifier
-from sluice.rewards.build import build_verifier
+from sluice.rewards.build import build_verifier, preload
 from sluice.rewards.score import describe, failed, run_verifier
 from sluice.types import Failure, Task
-
-HEADER: Final = struct.Struct("!Q")  # length of the payload
-JOB_HEADER: Final = struct.Struct("!QQ")  # number of the job, length of its payload
+from sluice.workers import serve_jobs, tell_failed
 
 
-def serve(connection: socket.socket, rewards: Mapping[str, RewardConfig]) -> None:
+def preload_verifiers(settings: bytes) -> None:
+    """Import what the verifiers need, in the process from which workers are forked; what fails here fails again in the worker."""
+    rewards: dict[str, RewardConfig] = pickle.loads(settings)
+    for config in rewards.values():
+        try:
+            preload(config.verifier)
+        except BaseException:  # noqa: BLE001 - the modules of the others are wanted all the same
+            continue
+
+
+def serve(connection: socket.socket, settings: bytes) -> None:
     """Score jobs until the connection is closed. Raises nothing that a verifier can cause."""
+    rewards: dict[str, RewardConfig] = pickle.loads(settings)
     verifiers: dict[str, tuple[Verifier, str | None]] = {}
     for domain, config in rewards.items():
         try:
             verifiers[domain] = (build_verifier(config.verifier), config.reward_key)
         except BaseException as err:  # noqa: BLE001 - told to the pool, which decides
-            _send(connection, {"failed": f"the verifier of rewards.{domain} cannot be built in a worker: {describe(err)}"})
+            tell_failed(connection, f"the verifier of rewards.{domain} cannot be built in a worker: {describe(err)}")
             return
-    _send(connection, {"ready": True})
-    jobs, own = connection.makefile("rb"), os.getpid()
-    while (received := _receive(jobs)) is not None:
-        number, payload = received
+
+    def work(payload: bytes) -> list[Any]:
         try:
-            task, response = unpack_job(payload)
+            task, response = unpack_task(payload)
         except BaseException as err:  # noqa: BLE001 - unpickling runs code of the data's classes
-            score = failed("task_not_picklable", f"the task cannot be unpickled in a worker: {describe(err)}")
-        else:
-            verifier, reward_key = verifiers[task.domain]
-            score = run_verifier(verifier, task, response, reward_key)
-        if os.getpid() != own:
-            os._exit(0)  # the verifier forked, and its child came back as if it were the worker
-        _send(connection, [number, *pack_score(score)])
+            return pack_score(failed("task_not_picklable", f"the task cannot be unpickled in a worker: {describe(err)}"))
+        verifier, reward_key = verifiers[task.domain]
+        return pack_score(run_verifier(verifier, task, response, reward_key))
+
+    serve_jobs(connection, work)
 
 
-def pack_job(number: int, task: Task, response: str) -> bytes:
-    """A job as bytes, header included. Raises whatever pickling raises."""
+def pack_task(task: Task, response: str) -> bytes:
+    """The payload of a job. Raises whatever pickling raises."""
     fields = (
         task.task_id,
         task.domain,
@@ -64,11 +63,10 @@ def pack_job(number: int, task: Task, response: str) -> bytes:
         task.tag,
         task.difficulty,
     )
-    payload = pickle.dumps((fields, response), protocol=5)
-    return JOB_HEADER.pack(number, len(payload)) + payload
+    return pickle.dumps((fields, response), protocol=5)
 
 
-def unpack_job(payload: bytes) -> tuple[Task, str]:
+def unpack_task(payload: bytes) -> tuple[Task, str]:
     """Task and response of a job."""
     fields, response = pickle.loads(payload)
     task_id, domain, prompt, prompt_ids, answer, entry, tag, difficulty = fields
@@ -97,18 +95,3 @@ def unpack_score(data: list[Any]) -> Score:
     reward, metrics, why, seconds = data
     failure = None if why is None else Failure(cause=why[0], reason=why[1], detail=why[2])
     return Score(reward=reward, metrics=metrics, failure=failure, seconds=seconds)
-
-
-def _send(connection: socket.socket, answer: object) -> None:
-    payload = json.dumps(answer).encode()
-    connection.sendall(HEADER.pack(len(payload)) + payload)
-
-
-def _receive(jobs: BinaryIO) -> tuple[int, bytes] | None:
-    """Number and payload of the next job; None when the pool hung up."""
-    header = jobs.read(JOB_HEADER.size)
-    if len(header) < JOB_HEADER.size:
-        return None
-    number, size = JOB_HEADER.unpack(header)
-    payload = jobs.read(size)
-    return (number, payload) if len(payload) == size else None

@@ -1,14 +1,15 @@
-"""A small process of its own from which workers are forked: single-threaded, with the verifiers' modules imported, so that a new worker
+"""A small process of its own from which workers are forked: single-threaded, with the modules of the work imported, so that a new worker
 takes milliseconds and no process that runs torch is ever forked.
 
 Why not the one of `multiprocessing`: there is one per program, whose list of modules is fixed by whoever starts it first; it imports the
 main script again in every worker; an error other than ImportError in a module ends it; and every worker holds the pipe that keeps it alive,
 so that a stuck worker survives the death of the program. This one belongs to one pool and ends with it.
 
-What it guarantees: when its connection closes, or its parent is gone, it kills and reaps every worker and whatever they started, and ends.
-When it is itself killed, the kernel kills the workers (Linux).
+What it imports first and what a worker does are two functions, given by name. What it guarantees: when its connection closes, or its
+parent is gone, it kills and reaps every worker and whatever they started, and ends. When it is itself killed, the kernel kills the workers
+(Linux).
 
-`ForkServer` is the side of the pool, `main` the process. Commands and reports are fixed-size records; a command to fork carries the
+`ForkServer` is the pool's side, `main` the process. Commands and reports are records of fixed size; a command to fork carries the
 worker's end of its connection.
 """
 
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
-import pickle
 import select
 import signal
 import socket
@@ -28,14 +29,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
-
-from sluice.config.models import RewardConfig
-from sluice.errors import RewardError
-from sluice.rewards.build import preload
-from sluice.rewards.worker import serve
+from typing import Any, Final, cast
 
 COMMAND: Final = struct.Struct("!cQ")  # what, worker
 REPORT: Final = struct.Struct("!cQq")  # what, worker, its exit code as subprocess gives it, or an errno
@@ -44,51 +40,51 @@ ENDED, NOT_FORKED = b"e", b"n"
 
 PARENT_CHECK_S: Final = 1.0  # how often it looks whether its parent lives, in case another process holds the connection open
 REAP_LIMIT_S: Final = 0.7  # at the end: how long to wait for killed processes; one in an uninterruptible system call may take longer
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36  # options of prctl, from linux/prctl.h
 
-# `-c` puts the working directory first on the path, `-P` does not: a json.py lying there is not taken for the standard one.
+# `-P`: without the working directory at the head of the path, so that a json.py lying there is not taken for the standard one.
 _BOOT: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
-    "from sluice.rewards.forkserver import main; main(*map(int, sys.argv[1:]))"
+    "import json, sys; order = json.loads(sys.stdin.buffer.readline()); sys.path[:] = order['path']; "
+    "from sluice.workers.forkserver import main; main(order, *map(int, sys.argv[1:]))"
 )
 
 
 class ForkServer:
     """The pool's side: starts the process, tells it to fork and to kill. No call waits."""
 
-    def __init__(self, rewards: Mapping[str, RewardConfig], import_path: list[str], folder: str) -> None:
-        """Start it. It imports the verifiers' modules by itself, commands wait until then.
+    def __init__(self, *, preload: str, serve: str, settings: bytes, import_path: list[str], folder: str) -> None:
+        """Start it. It imports by itself, commands wait until then.
 
         Args:
-            rewards: what the workers will score.
-            import_path: `sys.path` of the workers.
+            preload: "module:function", called once with the settings before any fork; what fails there fails again in the worker.
+            serve: "module:function", called in a worker with (connection, settings); the worker ends when it returns.
+            settings: for both functions.
+            import_path: `sys.path` of the processes.
             folder: their working directory.
 
         Raises:
-            RewardError: no process can be started.
+            OSError, ValueError: no process can be started.
         """
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         # One thread per worker unless the environment says otherwise: a process with threads of a numeric library is not safe to fork.
-        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
+        order = json.dumps({"path": import_path, "preload": preload, "serve": serve})
         try:
-            with theirs, tempfile.TemporaryFile() as settings:
-                settings.write(json.dumps(import_path).encode() + b"\n" + pickle.dumps(dict(rewards)))
-                settings.seek(0)
+            with theirs, tempfile.TemporaryFile() as given:
+                given.write(order.encode() + b"\n" + settings)
+                given.seek(0)
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-u", "-c", _BOOT, str(theirs.fileno()), str(os.getpid())],
-                    stdin=settings,
+                    stdin=given,
                     pass_fds=[theirs.fileno()],
                     cwd=folder,
-                    env=environment,
+                    env=variables,
                     start_new_session=True,  # Ctrl-C in the terminal is the run's affair
                 )
-        except (OSError, ValueError, TypeError) as err:
+        except BaseException:
             self.connection.close()
-            raise RewardError(
-                f"the process from which reward workers are forked cannot be started with {sys.executable!r}: {err} - "
-                f"check limits on processes and memory, or use reward_pool.workers: 0"
-            ) from err
+            raise
 
     def fork(self, worker: int, connection: socket.socket) -> None:
         """Have a worker forked that serves this connection; the caller closes its copy. Raises `OSError` when the process is gone."""
@@ -134,32 +130,32 @@ class ForkServer:
         self._process.kill()
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Be the process: set up, import, then serve commands until the connection closes."""
-    rewards: dict[str, RewardConfig] = pickle.load(sys.stdin.buffer)
+def main(order: dict[str, Any], descriptor: int, parent: int) -> None:
+    """Be the process: import, then obey until the connection closes."""
+    settings = sys.stdin.buffer.read()
     _quiet_standard_streams()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a worker leaves behind becomes our child, and can be found
-    _preload(rewards, parent)
-    _Forker(socket.socket(fileno=descriptor), rewards, parent).run()
+    _prctl(_CHILD_SUBREAPER, 1)  # what a worker leaves behind becomes our child, and can be found
+    _preload(order["preload"], settings, parent)
+    _Forker(socket.socket(fileno=descriptor), order["serve"], settings, parent).run()
     os._exit(0)  # at once: a module may have started threads that an ordinary exit would wait for
 
 
 class _Forker:
     """The loop of the process."""
 
-    def __init__(self, connection: socket.socket, rewards: dict[str, RewardConfig], parent: int) -> None:
+    def __init__(self, connection: socket.socket, serve: str, settings: bytes, parent: int) -> None:
         self._connection = connection
-        self._rewards = rewards
+        self._serve = serve
+        self._settings = settings
         self._parent = parent
         self._pids: dict[int, int] = {}  # worker -> process, while not reaped
-        self._wakeup, wake = socket.socketpair()
+        self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
-        wake.setblocking(False)
-        self._wake = wake
+        self._wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
     def run(self) -> None:
         """Waits for commands and for children that end; unblocked by both, and by the end of the parent."""
@@ -198,7 +194,7 @@ class _Forker:
         pid = os.fork()
         if pid == 0:
             try:
-                _be_worker(server, descriptor, [self._connection, self._wakeup, self._wake], self._rewards)
+                _be_worker(server, descriptor, [self._connection, self._wakeup, self._wake], self._serve, self._settings)
             finally:
                 os._exit(1)
         self._pids[worker] = pid
@@ -220,13 +216,9 @@ class _Forker:
                 del self._pids[worker_of[pid]]
                 self._report(ENDED, worker_of[pid], status)
         if lost_worker:
-            self._kill_strays()
-
-    def _kill_strays(self) -> None:
-        """Kill what workers that ended had moved to a group of its own (sandboxes do): it is our child now."""
-        for pid in _children() - set(self._pids.values()):
-            _kill_group(pid)
-            _kill(pid)
+            for pid in _children() - set(self._pids.values()):  # what it had moved to a group of its own is our child now
+                _kill_group(pid)
+                _kill(pid)
 
     def _report(self, what: bytes, worker: int, code: int) -> None:
         self._connection.sendall(REPORT.pack(what, worker, code))
@@ -248,10 +240,10 @@ class _Forker:
                 time.sleep(0.002)
 
 
-def _be_worker(server: int, descriptor: int, inherited: list[socket.socket], rewards: dict[str, RewardConfig]) -> None:
-    """Be a worker; returns when the pool hung up."""
+def _be_worker(server: int, descriptor: int, inherited: list[socket.socket], serve: str, settings: bytes) -> None:
+    """Be a worker; returns only when the server is gone."""
     os.setpgid(0, 0)
-    if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != server:
+    if _prctl(_DEATH_SIGNAL, signal.SIGKILL) and os.getppid() != server:
         return  # the server ended before the kernel was told to end us with it
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -260,7 +252,7 @@ def _be_worker(server: int, descriptor: int, inherited: list[socket.socket], rew
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             os.close(descriptor)
-            serve(connection, rewards)
+            _function(serve)(connection, settings)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the pool hung up in the middle
     except BaseException:  # noqa: BLE001 - the last chance to tell a person
@@ -269,7 +261,7 @@ def _be_worker(server: int, descriptor: int, inherited: list[socket.socket], rew
     os._exit(0)
 
 
-def _preload(rewards: Mapping[str, RewardConfig], parent: int) -> None:
+def _preload(preload: str, settings: bytes, parent: int) -> None:
     """Import what the workers will need. What fails here fails again in the worker, which reports it."""
 
     def end_with_parent(*_: object) -> None:
@@ -278,19 +270,23 @@ def _preload(rewards: Mapping[str, RewardConfig], parent: int) -> None:
 
     signal.signal(signal.SIGALRM, end_with_parent)  # an import may never end
     signal.setitimer(signal.ITIMER_REAL, PARENT_CHECK_S, PARENT_CHECK_S)
-    for config in rewards.values():
-        try:
-            preload(config.verifier)
-        except BaseException:  # noqa: BLE001
-            continue
+    try:
+        _function(preload)(settings)
+    except BaseException:  # noqa: BLE001
+        pass
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.collect()
     gc.freeze()  # objects made so far are not touched by collections in the workers: their memory stays shared
 
 
+def _function(name: str) -> Callable[..., None]:
+    module, _, attribute = name.partition(":")
+    return cast(Callable[..., None], getattr(importlib.import_module(module), attribute))
+
+
 def _quiet_standard_streams() -> None:
-    """No input, and output goes to the error stream, so that a printing verifier does not disturb the progress display."""
+    """No input, and output goes to the error stream, so that work that prints does not disturb the progress display."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
