@@ -184,6 +184,10 @@ def test_remote_responses_of_a_run_leave_nothing(expand: bool, ratio: float, tmp
             {"user_defined_rollout_loop_cls": f"{CODE}.Native", "is_num_return_sequences_expand": True},
             "is_num_return_sequences_expand has no effect because .*Native has run",
         ),
+        (
+            {"user_defined_rollout_loop_cls": f"{CODE}.MyRolloutLoop", "group_size_redundancy": 1},
+            "group_size_redundancy has no effect because .*MyRolloutLoop has process_new_prompt",
+        ),
         ({"is_num_return_sequences_expand": True}, "is_num_return_sequences_expand: has no effect because user_defined_rollout_loop_cls"),
     ],
 )

@@ -132,6 +132,17 @@ def test_members_of_a_group_fit_together_and_tell_every_token_once(lengths: list
         assert joined["scores"][index].sum() == joined["response_level_rewards"][index] == rollout.reward
 
 
+@pytest.mark.parametrize(("steps", "is_dropped"), [(([0.0, 0.0, 1.0], [1.0]), True), (([0.0, 0.0, 1.0], [0.0, 0.0, 0.0]), False)])
+def test_case_11_the_reward_of_a_trajectory_is_the_sum_of_its_steps(steps: tuple[list[float], ...], is_dropped: bool) -> None:
+    def no_spread(group: list[DataProto]) -> Any:
+        rewards = torch.cat([item["response_level_rewards"] for item in group])
+        assert [item["scores"].sum() for item in group] == rewards.tolist()
+        return rewards.std() <= 0.01
+
+    group = group_of(*(trajectory(index, *(turn([5], [6], reward) for reward in rewards)) for index, rewards in enumerate(steps)))
+    assert adapt_group_filter(Asked(no_spread)).judge(group) is not is_dropped
+
+
 @pytest.mark.parametrize("flag", ["env_timeout", "env_failed", "drop_flag"])
 def test_a_flag_of_one_member_is_none_of_its_siblings(flag: Any) -> None:
     first, second = two().rollouts

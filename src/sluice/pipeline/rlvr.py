@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sluice.config import RlvrConfig
@@ -12,7 +13,7 @@ from sluice.execution.loops import RolloutLoop, load_loop
 from sluice.filters import DomainFilters, RatioGuard, build_domain_filters, build_guard
 from sluice.generation import Engine, SlotEngine
 from sluice.generation.tokenizer import load_tokenizer
-from sluice.pipeline.job import Job
+from sluice.pipeline.job import Job, common_scheduler_config
 from sluice.rewards import build_scorer, check_rewards
 from sluice.scheduler import Scheduler, SchedulerConfig
 from sluice.tasks import LoadedTasks, build_tasks
@@ -153,6 +154,11 @@ def _user_loop(path: str, config: RlvrConfig, tokenizer: Any) -> RolloutLoop:
         loop = load_loop(path, config, adapt=speak_roll)
     except LoopError as error:
         raise ConfigError(str(error)) from error
+    if config.group_size_redundancy and adapted:
+        raise ConfigError(
+            f"group_size_redundancy has no effect because {path} has process_new_prompt(context), which asks for as many responses as it "
+            "likes - delete it, or write run(context)"
+        )
     if config.is_num_return_sequences_expand and not adapted:
         raise ConfigError(
             f"is_num_return_sequences_expand has no effect because {path} has run(context), which makes no requests - delete it, or write "
@@ -163,33 +169,12 @@ def _user_loop(path: str, config: RlvrConfig, tokenizer: Any) -> RolloutLoop:
 
 def scheduler_config(config: RlvrConfig) -> SchedulerConfig:
     """The machine's settings in a configuration."""
-    resampling = config.resampling
-    own_staleness = {domain: reward.max_staleness for domain, reward in config.rewards.items() if reward.max_staleness is not None}
-    return SchedulerConfig(
-        group_size=config.num_return_sequences_in_group,
-        seed=config.seed,
-        redundancy=config.group_size_redundancy,
-        fill=resampling.fill,
-        collect=resampling.collect,
-        max_resample_rounds=resampling.max_resample_rounds,
-        max_groups_per_batch=resampling.max_groups_per_batch,
-        max_response_rounds=resampling.max_response_rounds,
-        on_exhausted=resampling.on_exhausted,
-        min_members=resampling.min_members,
-        truncated=resampling.truncated,
-        on_member_failure=config.on_member_failure,
+    return replace(
+        common_scheduler_config(config, group_size=config.num_return_sequences_in_group, redundancy=config.group_size_redundancy),
         max_additional_running_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
-        async_generation_ratio=config.async_generation_ratio,
-        on_weight_update=config.on_weight_update,
-        surplus=resampling.surplus,
-        max_staleness=resampling.max_staleness,
-        domain_staleness=own_staleness,
+        domain_staleness={domain: reward.max_staleness for domain, reward in config.rewards.items() if reward.max_staleness is not None},
         domain_shares=config.domain_interleave_probs,
         mix_on=config.mix_on,
-        absent_after_batches=resampling.absent_after_batches,
-        group_timeout_s=resampling.group_timeout_s,
-        requeue=resampling.requeue,
-        quarantine_after=resampling.quarantine_after,
-        stall_warning_s=resampling.stall_warning_s,
+        absent_after_batches=config.resampling.absent_after_batches,
         has_user_loop=config.user_defined_rollout_loop_cls is not None,
     )
