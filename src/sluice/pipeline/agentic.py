@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from sluice.config import AgenticConfig
@@ -17,7 +18,7 @@ from sluice.filters.context import Mode
 from sluice.generation import Engine, SlotEngine
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.pipeline.gate import build_gate
-from sluice.pipeline.job import Job
+from sluice.pipeline.job import Job, common_scheduler_config
 from sluice.scheduler import Scheduler, SchedulerConfig
 from sluice.tasks import EpisodeTasks, held_out_episodes
 
@@ -206,27 +207,6 @@ def agentic_group_filter(config: AgenticConfig, mode: Mode, pad_token_id: int | 
 
 def agentic_scheduler_config(config: AgenticConfig) -> SchedulerConfig:
     """The machine's settings in a configuration."""
-    resampling, manager = config.resampling, config.train_env_manager
-    return SchedulerConfig(
-        group_size=manager.group_size,
-        seed=config.seed,
-        redundancy=manager.group_size_redundancy,
-        fill=resampling.fill,
-        collect=resampling.collect,
-        max_resample_rounds=resampling.max_resample_rounds,
-        max_groups_per_batch=resampling.max_groups_per_batch,
-        max_response_rounds=resampling.max_response_rounds,
-        on_exhausted=resampling.on_exhausted,
-        min_members=resampling.min_members,
-        truncated=resampling.truncated,
-        on_member_failure=config.on_member_failure,
-        max_additional_running_prompts=config.additional_groups,
-        async_generation_ratio=config.async_generation_ratio,
-        on_weight_update=config.on_weight_update,
-        surplus=resampling.surplus,
-        max_staleness=resampling.max_staleness,
-        group_timeout_s=resampling.group_timeout_s,
-        requeue=resampling.requeue,
-        quarantine_after=resampling.quarantine_after,
-        stall_warning_s=resampling.stall_warning_s,
-    )
+    manager = config.train_env_manager
+    common = common_scheduler_config(config, group_size=manager.group_size, redundancy=manager.group_size_redundancy)
+    return replace(common, max_additional_running_prompts=config.additional_groups)

@@ -86,3 +86,30 @@ class Job(ABC):
     def encode(self, text: str) -> TokenIds:
         """The token ids of a text, without special tokens: what is put between two generations."""
         return np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+
+
+def common_scheduler_config(config: RunConfig, *, group_size: int, redundancy: int) -> SchedulerConfig:
+    """The machine's settings that every kind of run has; each kind puts its own in place of the defaults of the others."""
+    resampling = config.resampling
+    return SchedulerConfig(
+        group_size=group_size,
+        seed=config.seed,
+        redundancy=redundancy,
+        fill=resampling.fill,
+        collect=resampling.collect,
+        max_resample_rounds=resampling.max_resample_rounds,
+        max_groups_per_batch=resampling.max_groups_per_batch,
+        max_response_rounds=resampling.max_response_rounds,
+        on_exhausted=resampling.on_exhausted,
+        min_members=resampling.min_members,
+        truncated=resampling.truncated,
+        on_member_failure=config.on_member_failure,
+        async_generation_ratio=config.async_generation_ratio,
+        on_weight_update=config.on_weight_update,
+        surplus=resampling.surplus,
+        max_staleness=resampling.max_staleness,
+        group_timeout_s=resampling.group_timeout_s,
+        requeue=resampling.requeue,
+        quarantine_after=resampling.quarantine_after,
+        stall_warning_s=resampling.stall_warning_s,
+    )
