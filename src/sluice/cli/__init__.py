@@ -1,4 +1,4 @@
-"""The command line: `sluice train`, `sluice status`, `sluice doctor` and `sluice gate`.
+"""The command line: `sluice train`, `sluice status`, `sluice doctor`, `sluice gate` and `sluice correction`.
 
     app.py          the commands, their options and help
     reporting.py    errors as one line for a person, and the exit codes
@@ -8,6 +8,7 @@
     recipe.py       its questions about one recipe
     gate.py         `sluice gate sweep` and `sluice gate fit`
     gate_tables.py  what they print
+    correction.py   `sluice correction report`; correction_page.py: its plots
     progress.py     what is shown while a run goes on
     quiet.py        the same for --quiet
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import sluice
+from sluice.cli.correction import correction_app
 from sluice.cli.gate import gate_app
 from sluice.cli.reporting import FAILED, STOPPED, reported, unless_nobody_reads
 from sluice.cli.simulate import simulate
@@ -194,3 +195,4 @@ def _with_seed(overrides: list[str] | None, seed: int | None) -> list[str]:
 
 app.command()(simulate)
 app.add_typer(gate_app)
+app.add_typer(correction_app)

@@ -62,6 +62,9 @@ class TrainInferCorrectionConfig(Section):
         default_factory=list
     )  # a token trains when all of them, and those of the presets, let it pass
     baseline: Literal["survivors", "all"] = "survivors"  # whether a row that is rejected whole stays in the baseline of its group
+    save_every_steps: int | None = Field(
+        default=None, ge=1
+    )  # both log-probs into the run folder, for `sluice correction report`; None: not
 
     @property
     def weight(self) -> IsWeightConfig:

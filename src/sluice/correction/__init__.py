@@ -8,7 +8,7 @@ p_train / p_inference everywhere.
 - `compute.py`: weights, mask and sums, stretch by stretch
 - `metrics.py`: those sums under the names that ROLL has
 - `apply.py`: a whole batch, by the names that ROLL has
-- `saved.py`: a batch in a file, and what a report on it needs
+- `saved.py`: batches in files; `report.py`: what there is to see in them before thresholds are chosen
 
 To add a preset, write a function in `sluice.config.correction` that answers with a weight and filters, and name it in `PresetName` and
 `PRESETS` there. A new level is an entry of `Level`, its values in `Divergence`, and its way back to tokens in `compute.py`.
@@ -20,15 +20,22 @@ from sluice.config.correction import PRESETS, CorrectionFilterConfig, IsWeightCo
 from sluice.correction.apply import apply_train_infer_correction
 from sluice.correction.compute import compute_train_infer_correction
 from sluice.correction.metrics import CorrectionMetrics
+from sluice.correction.report import DivergenceReport, report_on
+from sluice.correction.saved import SavedBatch, load_batches, save_batch
 from sluice.correction.settings import read_settings
 
 __all__ = [
     "PRESETS",
     "CorrectionFilterConfig",
     "CorrectionMetrics",
+    "DivergenceReport",
     "IsWeightConfig",
+    "SavedBatch",
     "TrainInferCorrectionConfig",
     "apply_train_infer_correction",
     "compute_train_infer_correction",
+    "load_batches",
     "read_settings",
+    "report_on",
+    "save_batch",
 ]

@@ -125,6 +125,7 @@ class Run:
                     longest_completion=self.job.longest_completion,
                     model_path=self.config.model.path,
                     output_dir=self.folder.checkpoints,
+                    correction_dir=self.folder.correction,
                     source=self.feed,
                     publisher=self.feed,
                     on_step=self._step_done,

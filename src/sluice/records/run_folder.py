@@ -7,6 +7,7 @@
     metrics.jsonl    one object per step, when configured
     tensorboard/     event files, when configured
     rollouts/        judged groups with all their members (Parquet), when configured
+    correction/      log-probs of trainer and engine (NumPy), when configured
     checkpoints/     what the run can be resumed from
     model/           the trained policy
 """
@@ -86,6 +87,11 @@ class RunFolder:
     def rollouts(self) -> Path:
         """Folder of recorded rollouts: see `sluice.records.rollouts`. Absent unless they are recorded."""
         return self.path / "rollouts"
+
+    @property
+    def correction(self) -> Path:
+        """Folder of saved log-probs: see `sluice.correction.saved`. Absent unless they are saved."""
+        return self.path / "correction"
 
     @property
     def checkpoints(self) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.correction import CorrectionMetrics, compute_train_infer_correction
@@ -55,6 +56,16 @@ def correct(samples: Sequence[Sample], micro_batches: Sequence[dict[str, Any]], 
             )
         kept += _rows_of(tensors | {"tool_mask": mask.to(tensors["tool_mask"].dtype), "is_weight": is_weight}, mask.any(1))
     return Corrected(samples=corrected, micro_batches=kept, metrics=dict(CorrectionMetrics.merge(parts)) if parts else {})
+
+
+def side_by_side(micro_batches: Sequence[dict[str, Any]]) -> tuple[Any, Any, Any]:
+    """Mask, old and inference log-probs of all rows that train, filled up to one length. [B, C] each"""
+    width = max(tensors["tool_mask"].shape[1] for tensors in micro_batches)
+    found = []
+    for name, dtype in (("tool_mask", torch.bool), ("old_per_token_logps", torch.float32), ("sampling_per_token_logps", torch.float32)):
+        rows = [tensors[name][: len(tensors["rows"])].to(dtype) for tensors in micro_batches]  # neutral rows may follow
+        found.append(torch.cat([pad(one, (0, width - one.shape[1])) for one in rows]).cpu().numpy())
+    return found[0], found[1], found[2]
 
 
 def _rows_of(tensors: dict[str, Any], has_tokens: torch.Tensor) -> list[dict[str, Any]]:

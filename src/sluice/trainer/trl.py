@@ -38,11 +38,12 @@ from trl.trainer.utils import use_adapter
 
 from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.config.models import AdvantageConfig, ModelConfig, RlvrConfig, RunConfig
+from sluice.correction.saved import save_batch, step_file
 from sluice.errors import ConfigError, TrainerError
 from sluice.generation.tokenizer import load_tokenizer
 from sluice.trainer.assemble import StaleTokens, advantages_for, batch_metrics, collate, samples_from_batch
 from sluice.trainer.base import BatchSource, OnSave, OnStep, Publisher
-from sluice.trainer.correcting import correct
+from sluice.trainer.correcting import correct, side_by_side
 from sluice.types import Batch, Sample
 
 PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
@@ -81,6 +82,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
             training forward are taken, which are the same numbers as long as nothing in it is random: a batch is used for one update.
         correction: which tokens leave the loss because trainer and engine give them different probabilities, and how the others are
             weighted; it needs log-probs of their own. None: nothing is corrected.
+        correction_dir: where both log-probs are saved at the steps of `correction.save_every_steps`; None: nowhere.
         torch_threads: threads of the training thread; None leaves torch's choice.
         trl: everything else that GRPOTrainer takes.
 
@@ -103,6 +105,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         stale_tokens: StaleTokens = "train",
         own_old_logprobs: bool = False,
         correction: TrainInferCorrectionConfig | None = None,
+        correction_dir: Path | None = None,
         torch_threads: int | None = None,
         **trl: Any,
     ) -> None:
@@ -121,6 +124,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._stale_tokens = stale_tokens
         self._own_old_logprobs = own_old_logprobs or correction is not None
         self._correction = correction
+        self._correction_dir = correction_dir
         self._torch_threads = torch_threads
         self._shares_prompts = _can_share_prompts(self._model()) and not self.aux_loss_enabled
         self._seconds: dict[str, float] = {}  # of the current step, by part
@@ -232,6 +236,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
                     self._compare_with_inference(micro_batch["old_per_token_logps"], micro_batch)
         if self._correction is not None:
             with self._timed("correction"):
+                self._save_logprobs(micro_batches)
                 corrected = correct(samples, micro_batches, self._correction)
                 samples, micro_batches = corrected.samples, corrected.micro_batches
                 self._step_metrics |= corrected.metrics
@@ -243,6 +248,13 @@ class SluiceGRPOTrainer(GRPOTrainer):
                 for micro_batch in micro_batches:
                     micro_batch["ref_per_token_logps"] = self._reference_logprobs(micro_batch)
         return micro_batches
+
+    def _save_logprobs(self, micro_batches: Sequence[_Tensors]) -> None:
+        """Write what the correction reads, at the steps for which that is wanted."""
+        every = None if self._correction is None else self._correction.save_every_steps
+        step = self.state.global_step + 1
+        if every is not None and step % every == 0 and self._correction_dir is not None and micro_batches:
+            save_batch(step_file(self._correction_dir, step), *side_by_side(micro_batches))
 
     def _count_tokens(self, micro_batches: Sequence[_Tensors]) -> tuple[int, int]:
         """Tell every micro batch how many loss tokens all of them have, and how many the weights of now sampled. Returns both."""
@@ -528,6 +540,7 @@ def build_trainer(
     longest_completion: int,
     model_path: str | Path,
     output_dir: Path,
+    correction_dir: Path | None = None,
     source: BatchSource,
     publisher: Publisher,
     on_step: OnStep,
@@ -544,6 +557,7 @@ def build_trainer(
         longest_completion: tokens behind a prompt, at most: the constant that dr_grpo divides by.
         model_path: folder with the model that the run starts from, on resume too, and its tokenizer.
         output_dir: where checkpoints go, when `trainer.save_every_steps` is set.
+        correction_dir: where log-probs go, when `train_infer_correction.save_every_steps` is set.
         source: where batches come from.
         publisher: who samples with the weights.
         on_step: called after each step.
@@ -569,6 +583,7 @@ def build_trainer(
             stale_tokens=settings.stale_tokens,
             own_old_logprobs=config.model.lora is not None and config.model.lora.dropout > 0,
             correction=config.train_infer_correction,
+            correction_dir=correction_dir,
             torch_threads=settings.torch_threads,
             model=model,
             args=grpo_config(config, output_dir, longest_completion),
