@@ -33,7 +33,6 @@ STAGED = [
     "pick_cool_then_place_in_recep",
     "pick_two_obj_and_place",
 ]
-AT_ONCE = 40  # groups in one batch
 
 
 class _Silent:
@@ -46,17 +45,15 @@ class _Silent:
         print(f"{level}: {message}")
 
 
-def record(config: AgenticConfig, out: Path, batches: int, facts: dict[str, object]) -> None:
-    """Play the batches and write the part files."""
+def record(config: AgenticConfig, out: Path, facts: dict[str, object]) -> None:
+    """Play one batch and write the part files."""
     job = AgenticJob.build(config, lambda text: None)
     recorder = RolloutRecorder(out, facts)
     try:
         with LoopThread(threading.Event()) as loop:
             shell = loop.run(job.open(job.build_scheduler(), _Silent(), lambda: None, print, recorder), 60.0)
-            for number in range(batches):
-                loop.run(shell.next_batch(job.groups_per_batch, batches - number - 1), 3600.0)
-                loop.do(lambda step=number + 1: shell.step_advanced(step))  # type: ignore[misc]
-                print(f"{(number + 1) * job.groups_per_batch} groups", flush=True)
+            loop.run(shell.next_batch(job.groups_per_batch, 0), 100_000.0)
+            loop.do(lambda: shell.step_advanced(1))  # they leave, and are written down
             loop.run(shell.close(), 15.0)
             loop.run(job.close(), 15.0)
     finally:
@@ -111,10 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any(asked.out.glob("part-*")):
         parser.error(f"{asked.out} must hold no recording yet - delete it or name another folder")
     torch.set_num_threads(asked.threads)
-    groups = min(AT_ONCE, asked.groups)
     overrides = [
-        f"model.path={asked.policy.resolve()}", f"seed={asked.seed}", f"rollout_batch_size={8 * groups}",
-        f"train_env_manager.num_env_groups={groups}", "train_env_manager.group_filter_config={type: no_filter}",
+        f"model.path={asked.policy.resolve()}", f"seed={asked.seed}", f"rollout_batch_size={8 * asked.groups}",
+        f"train_env_manager.num_env_groups={asked.groups}", "train_env_manager.group_filter_config={type: no_filter}",
         f"environment.args={{split: {asked.split}, size: {asked.size}, max_steps: {asked.horizon}}}",
         f"environment.args.task_types=[{', '.join(asked.task_types)}]",
         f"engine.temperature={asked.temperature}", f"engine.torch_threads={asked.threads}", "sequence_length=2048", *asked.overrides,
@@ -123,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert isinstance(config, AgenticConfig)
     facts = {"identity": os.urandom(8).hex(), "exp_name": "record_household", "seed": asked.seed, "group_size": 8}
     facts |= {"policy": str(asked.policy), "temperature": asked.temperature, "size": asked.size, "split": asked.split}
-    record(config, asked.out, -(-asked.groups // groups), facts | {"horizon": asked.horizon})
+    record(config, asked.out, facts | {"horizon": asked.horizon})
     print(describe(read_rollouts(asked.out)))
 
 

@@ -288,12 +288,12 @@ def test_what_cannot_have_happened_is_refused() -> None:
     for step in (1, 3):
         with pytest.raises(GateError, match="expected step 2 of member 0 of group 'g'"):
             watch.observe("g", 0, step, "a")
-    with pytest.raises(GateError, match="hashable observation"):
+    with pytest.raises(GateError, match="an observation that is hashable"):
         watch.observe("g", 0, 2, ["a"])
-    with pytest.raises(GateError, match="loops needs the action"):
+    with pytest.raises(GateError, match="the action of every step, which loops needs"):
         keeper(loops=2).observe("g", 0, 1, "a")
-    with pytest.raises(GateError, match="hashable action"):
+    with pytest.raises(GateError, match="an action that is hashable"):
         keeper(loops=2).observe("g", 0, 1, "a", action=["b"])
     for progress in (None, float("nan")):
-        with pytest.raises(GateError, match="progress_steps needs the environment's progress"):
+        with pytest.raises(GateError, match="the environment's progress with every step"):
             keeper(progress_steps=2).observe("g", 0, 1, "a", progress=progress)

@@ -299,7 +299,7 @@ def test_lots_depend_on_seed_and_group_alone() -> None:
     assert first == lots(1)
     assert first != lots(2)
     assert 70 <= sum(first) <= 130
-    assert keeper(audit_rate=0.25, seed=1)._draw(("a", 3)) == keeper(audit_rate=0.25, seed=1)._draw(("a", 3))
+    assert keeper(audit_rate=0.25, seed=1)._audit.is_audited(("a", 3)) == keeper(audit_rate=0.25, seed=1)._audit.is_audited(("a", 3))
 
 
 def test_an_audited_group_runs_on_and_tells() -> None:
@@ -357,7 +357,7 @@ def test_steps_of_all_members_count_as_saved_those_of_replacements_too() -> None
         for step in (1, 2, 3, 4, 5):
             watch.observe(i, 1, step, "z", "x")
         watch.group_ended(i, [0.0, 0.0])
-    assert watch._remaining.mean == 6
+    assert watch._audit._remaining.mean == 6
 
 
 def test_a_shadow_gate_cuts_nothing_and_every_group_tells() -> None:

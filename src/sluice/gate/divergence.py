@@ -85,7 +85,7 @@ def signals(actions: Actions, k: int, observations: Sequence[Sequence[Hashable]]
     else:
         ends = [*accumulate(lengths)]
         texts = [encoded[end - length : end].ljust(k, _END) for end, length in zip(ends, lengths, strict=True)]
-    return _measure(texts, len(codes) + 1, n - whole, seen, k)
+    return encoded_signals(texts, len(codes) + 1, n - whole, seen, k)
 
 
 class PrefixSignals:
@@ -165,7 +165,7 @@ class PrefixSignals:
         prefixes = [self._prefixes[member] for member in chosen]
         ended = sum([len(prefix) < self.k for prefix in prefixes])
         seen = [self._seen.get(member, _END_SEEN) for member in chosen] if self.has_observations else None
-        return _measure(["".join(prefix).ljust(self.k, _END) for prefix in prefixes], len(self._codes) + 1, ended, seen, self.k)
+        return encoded_signals(["".join(prefix).ljust(self.k, _END) for prefix in prefixes], len(self._codes) + 1, ended, seen, self.k)
 
 
 class _EndSeen:
@@ -178,7 +178,7 @@ class _EndSeen:
 _END_SEEN: Final = _EndSeen()
 
 
-def _measure(texts: list[str], codes: int, ended: int, seen: list[Hashable] | None, k: int) -> dict[str, float]:
+def encoded_signals(texts: list[str], codes: int, ended: int, seen: list[Hashable] | None, k: int) -> dict[str, float]:
     """The signals of n encoded prefixes of length k, of characters 0 to codes - 1."""
     n = len(texts)
     last = [text[-1] for text in texts]

@@ -17,21 +17,41 @@ import math
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from sluice.errors import ConfigError, GateError
 from sluice.gate.audit import Moments, Precision, clopper_pearson, drawn
 from sluice.gate.decision import SOURCE, differ, read_reward
 from sluice.gate.rules import check_share
+from sluice.gate.traces import Step
 from sluice.types import Verdict
 
-Reason = Literal["no_new_observation", "loop", "invalid_actions", "no_progress"]
-"""Why a member is stopped."""
-
-REASONS: Final[tuple[Reason, ...]] = ("no_new_observation", "loop", "invalid_actions", "no_progress")
+REASONS: Final = ("no_new_observation", "loop", "invalid_actions", "no_progress")
+"""Why a member is stopped by a `FutilityRule`."""
 
 ALL_FUTILE: Final = "all_futile"
 """Reason of the verdict on a group that nobody of will earn anything else."""
+
+
+class MemberWatch(Protocol):
+    """What a rule sees of one trajectory."""
+
+    def step(self, step: Step, /) -> str | None:
+        """It took a step and goes on: why it is stopped, a short countable word, or None. Raises `GateError` for what it lacks."""
+        ...
+
+
+class MemberRule(Protocol):
+    """When a trajectory is stopped: `FutilityRule`, `LearnedFutility`, or your own."""
+
+    @property
+    def name(self) -> str:
+        """What the records of its audits depend on."""
+        ...
+
+    def watch(self, first_observation: Hashable = None, first_progress: float | None = None, /) -> MemberWatch:
+        """For one trajectory. What the reset answered; None: not known."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +80,72 @@ class FutilityRule:
                 "futility: expected at least one sign, got none - set steps (no new observation for so many steps; 6 to 8 is careful)"
             )
 
+    @property
+    def name(self) -> str:
+        """What the records of its audits depend on."""
+        return repr(self)
+
+    def watch(self, first_observation: Hashable = None, first_progress: float | None = None, /) -> _Signs:
+        """For one trajectory."""
+        return _Signs(self, first_observation, first_progress)
+
+
+class _Signs:
+    """The signs of one trajectory."""
+
+    __slots__ = ("_invalid", "_last", "_progress", "_rule", "_seen", "_since_new", "_since_progress", "_tried")
+
+    def __init__(self, rule: FutilityRule, first_observation: Hashable, first_progress: float | None) -> None:
+        self._rule = rule
+        self._seen: set[Hashable] = set()  # observations that it has had
+        self._last: Hashable = None  # the newest one
+        self._since_new = 0  # steps since the last that was new
+        self._tried: dict[tuple[Hashable, Hashable], int] = {}  # (observation, action after it) -> how often
+        self._invalid = 0  # actions in a row that were refused
+        self._progress = -math.inf  # the most so far
+        self._since_progress = 0
+        if first_observation is not None:
+            _check_hashable(first_observation, "an observation")
+            self._seen.add(first_observation)
+            self._last = first_observation
+        if first_progress is not None and rule.progress_steps is not None:
+            self._progress = _finite(first_progress)
+
+    def step(self, step: Step, /) -> str | None:
+        """Take note of a step; the first sign that shows."""
+        rule = self._rule
+        _check_hashable(step.reply, "an observation")
+        tries = 0
+        if rule.loops is not None:
+            if step.action is None:
+                raise GateError("expected the action of every step, which loops needs, got none - give it, or leave loops out")
+            _check_hashable(step.action, "an action")
+            place = (self._last, step.action)
+            tries = self._tried[place] = self._tried.get(place, 0) + 1
+        is_new = step.reply not in self._seen
+        self._seen.add(step.reply)
+        self._last = step.reply
+        self._since_new = 0 if is_new else self._since_new + 1
+        self._invalid = self._invalid + 1 if step.is_admissible is False else 0
+        if rule.progress_steps is not None:
+            progress = _finite(step.progress)
+            self._since_progress = 0 if progress > self._progress else self._since_progress + 1
+            self._progress = max(self._progress, progress)
+        shows = {
+            "no_new_observation": rule.steps is not None and self._since_new >= rule.steps,
+            "loop": rule.loops is not None and tries >= rule.loops,
+            "invalid_actions": rule.invalid_actions is not None and self._invalid >= rule.invalid_actions,
+            "no_progress": rule.progress_steps is not None and self._since_progress >= rule.progress_steps,
+        }
+        return next((reason for reason in REASONS if shows[reason]), None)
+
 
 @dataclass(slots=True, kw_only=True)
 class _Member:
     is_audited: bool  # its lot
+    watch: MemberWatch
     steps: int = 0
-    seen: set[Hashable] = field(default_factory=set)  # observations that it has had
-    since_new: int = 0  # steps since the last that was new
-    tried: dict[tuple[Hashable, Hashable], int] = field(default_factory=dict)  # (observation, action after it) -> how often
-    last: Hashable = None  # the newest observation
-    invalid: int = 0  # actions in a row that were refused
-    progress: float = -math.inf  # the most so far
-    since_progress: int = 0
-    reason: Reason | None = None  # why it is stopped, or would have been
+    reason: str | None = None  # why it is stopped, or would have been
     would_earn: Any = None  # the reward that it had then
     stopped_at: int = 0  # env_step of that
 
@@ -85,7 +158,7 @@ class _Group:
 
 
 class FutilityKeeper:
-    """Watches the members of running groups with a `FutilityRule`, and audits itself. See the top of this file.
+    """Watches the members of running groups with a rule, and audits itself. See the top of this file.
 
     `audit_rate` 1 stops nobody and tells of all. `window`: audited members that count, the newest ones. `confidence`: of all intervals.
     `horizon`: most environment steps of a trajectory, for the bound on what is saved. Raises `ConfigError` for settings that cannot work.
@@ -93,7 +166,7 @@ class FutilityKeeper:
 
     def __init__(
         self,
-        rule: FutilityRule,
+        rule: MemberRule,
         *,
         seed: int = 0,
         audit_rate: float = 0.1,
@@ -118,7 +191,8 @@ class FutilityKeeper:
                 raise ConfigError(f"futility.{name}: expected a whole number >= 1, got {value!r} - it is a number of members or of steps")
         self._groups: dict[Hashable, _Group] = {}
         self._outcomes: deque[bool] = deque(maxlen=window)  # of audited members that would have been stopped: whether rightly
-        self._counts = dict.fromkeys(("members", "would_stop", "stopped", "audited", "lost", "bound", *REASONS), 0)
+        self._counts = dict.fromkeys(("members", "would_stop", "stopped", "audited", "lost", "bound"), 0)
+        self._reasons: dict[str, int] = {}  # of those that were stopped or would have been
         self._remaining = Moments()  # steps that audited members took after they would have been stopped
 
     # ------------------------------------------------------------ what happens
@@ -134,6 +208,7 @@ class FutilityKeeper:
         action: Any = None,
         *,
         reward: Any = 0.0,
+        logprob: float | None = None,
     ) -> bool:
         """A member took an environment step and goes on: 1 for its first. True: stop it now.
 
@@ -142,8 +217,9 @@ class FutilityKeeper:
         `observation` is what the environment answered (any hashable: the text, or a digest of the state). Step 0, with what the reset
         answered, may be told before; without it the first answer counts as new. `action`: what led there. `is_admissible`: whether it was
         among the commands that do something; None: nobody says, which is never held against it. `progress`: as the environment says, any
-        number that grows. `reward`: the sum of its step rewards so far, with which it would end. Steps after a stop are answered with True
-        again. Raises `GateError` for steps out of order and for what the rule needs and was not given.
+        number that grows. `logprob`: mean log-prob of its sampled tokens. `reward`: the sum of its step rewards so far, with which it would
+        end. Steps after a stop are answered with True again. Raises `GateError` for steps out of order and for what the rule needs and was
+        not given.
         """
         group = self._groups.get(group_key)
         one = None if group is None else group.members.get(member)
@@ -152,14 +228,14 @@ class FutilityKeeper:
                 return False  # it ended before, or its group is gone
             if group is None:
                 group = self._groups[group_key] = _Group()
-            one = group.members[member] = _Member(is_audited=drawn(f"{self.seed}/futility/{group_key!r}/{member!r}", self.audit_rate))
+            try:
+                watch = self.rule.watch(*((observation, progress) if env_step == 0 else ()))
+            except GateError as error:
+                raise GateError(f"futility: member {member!r} of group {group_key!r}: {error}") from None
+            is_audited = drawn(f"{self.seed}/futility/{group_key!r}/{member!r}", self.audit_rate)
+            one = group.members[member] = _Member(is_audited=is_audited, watch=watch)
             self._counts["members"] += 1
             if env_step == 0:
-                self._check_hashable(observation, "observation", group_key, member)
-                one.seen.add(observation)
-                one.last = observation
-                self._note_progress(one, progress, group_key, member)
-                one.since_progress = 0
                 return False
         assert group is not None
         if one.reason is not None:
@@ -171,12 +247,15 @@ class FutilityKeeper:
                 "step once and in order, and the end of a lost member before its replacement begins"
             )
         one.steps = env_step
-        reason = self._reason(one, observation, is_admissible, progress, action, group_key, member)
+        try:
+            reason = one.watch.step(Step(action, observation, is_admissible, progress, logprob))
+        except GateError as error:
+            raise GateError(f"futility: member {member!r} of group {group_key!r}, step {env_step}: {error}") from None
         if reason is None:
             return False
         one.reason, one.would_earn, one.stopped_at = reason, read_reward(reward, member), env_step
         self._counts["would_stop"] += 1
-        self._counts[reason] += 1
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
         if one.is_audited:
             return False
         self._counts["stopped"] += 1
@@ -223,7 +302,7 @@ class FutilityKeeper:
         evidence = {"n": len(rewards), "stopped": group.stopped, "reward": float(rewards[0])}
         return Verdict.dropped(ALL_FUTILE, "low_information", SOURCE, evidence)
 
-    def reason(self, group_key: Hashable, member: Hashable) -> Reason | None:
+    def reason(self, group_key: Hashable, member: Hashable) -> str | None:
         """Why a member is stopped, or, audited, would have been; until its end is told. None: it is not."""
         group = self._groups.get(group_key)
         one = None if group is None else group.members.get(member)
@@ -264,7 +343,7 @@ class FutilityKeeper:
             "gate/futile_stopped": counts["stopped"],
             "gate/futile_audited": counts["audited"],
             "gate/futile_audited_lost": counts["lost"],
-            **{f"gate/futile_reason/{reason}": counts[reason] for reason in REASONS if counts[reason]},
+            **{f"gate/futile_reason/{reason}": n for reason, n in sorted(self._reasons.items())},
         }
         if counts["members"]:
             shown["gate/futile_rate"] = counts["would_stop"] / counts["members"]
@@ -289,9 +368,10 @@ class FutilityKeeper:
     def state_dict(self) -> dict[str, Any]:
         """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
         return {
-            "rule": self._name(),
+            "rule": self.rule.name,
             "outcomes": [*self._outcomes],
             "counts": dict(self._counts),
+            "reasons": dict(self._reasons),
             "remaining": [self._remaining.n, self._remaining.mean, self._remaining.squares],
         }
 
@@ -305,6 +385,8 @@ class FutilityKeeper:
         counts, remaining, outcomes = state["counts"], state["remaining"], state["outcomes"]
         if not isinstance(counts, Mapping) or set(counts) != set(own["counts"]) or not all(map(_is_count, counts.values())):
             _refuse(f"expected counts of {sorted(own['counts'])}, got {counts!r}")
+        if not isinstance(state["reasons"], Mapping) or not all(map(_is_count, state["reasons"].values())):
+            _refuse(f"expected counts of reasons, got {state['reasons']!r}")
         if not isinstance(outcomes, list) or not all(isinstance(outcome, bool) for outcome in outcomes):
             _refuse(f"expected outcomes as true and false, got {outcomes!r}")
         if not isinstance(remaining, list) or len(remaining) != 3 or not _is_count(remaining[0]) or not all(map(_is_number, remaining)):
@@ -312,60 +394,10 @@ class FutilityKeeper:
         self._groups.clear()
         self._outcomes = deque(outcomes, maxlen=self._outcomes.maxlen)
         self._counts = {name: counts[name] for name in own["counts"]}
+        self._reasons = {str(reason): n for reason, n in state["reasons"].items()}
         self._remaining = Moments(n=remaining[0], mean=float(remaining[1]), squares=float(remaining[2]))
 
     # ------------------------------------------------------------ how it decides
-
-    def _reason(
-        self,
-        one: _Member,
-        observation: Any,
-        is_admissible: bool | None,
-        progress: float | None,
-        action: Any,
-        group_key: Hashable,
-        member: Hashable,
-    ) -> Reason | None:
-        """Take note of a step; the first sign that shows."""
-        rule = self.rule
-        self._check_hashable(observation, "observation", group_key, member)
-        tries = 0
-        if rule.loops is not None:
-            if action is None:
-                raise GateError(
-                    f"futility: loops needs the action of every step, got none for member {member!r} of group {group_key!r} - give it"
-                )
-            self._check_hashable(action, "action", group_key, member)
-            place = (one.last, action)
-            tries = one.tried[place] = one.tried.get(place, 0) + 1
-        is_new = observation not in one.seen
-        one.seen.add(observation)
-        one.last = observation
-        one.since_new = 0 if is_new else one.since_new + 1
-        one.invalid = one.invalid + 1 if is_admissible is False else 0
-        if rule.progress_steps is not None:
-            self._note_progress(one, progress, group_key, member)
-        if rule.steps is not None and one.since_new >= rule.steps:
-            return "no_new_observation"
-        if rule.loops is not None and tries >= rule.loops:
-            return "loop"
-        if rule.invalid_actions is not None and one.invalid >= rule.invalid_actions:
-            return "invalid_actions"
-        if rule.progress_steps is not None and one.since_progress >= rule.progress_steps:
-            return "no_progress"
-        return None
-
-    def _note_progress(self, one: _Member, progress: float | None, group_key: Hashable, member: Hashable) -> None:
-        if self.rule.progress_steps is None:
-            return
-        if not _is_number(progress):
-            raise GateError(
-                f"futility: progress_steps needs the environment's progress at every step, got {progress!r} for member {member!r} of group "
-                f"{group_key!r} - choose an environment that says it, or leave progress_steps out"
-            )
-        assert progress is not None
-        one.since_progress = 0 if progress > one.progress else one.since_progress + 1
-        one.progress = max(one.progress, float(progress))
 
     def _tell(self, one: _Member, reward: Any, env_steps: int) -> None:
         """An audited member that would have been stopped has ended; None: nobody knows how."""
@@ -376,18 +408,21 @@ class FutilityKeeper:
         self._outcomes.append(not differ([reward, one.would_earn]))
         self._remaining.add(max(0, env_steps - one.stopped_at))
 
-    def _check_hashable(self, value: Any, what: str, group_key: Hashable, member: Hashable) -> None:
-        try:
-            hash(value)
-        except TypeError:
-            raise GateError(
-                f"futility: expected a hashable {what} of member {member!r} of group {group_key!r}, got {type(value).__name__} - give its "
-                "text, or a digest"
-            ) from None
 
-    def _name(self) -> str:
-        """What its records depend on."""
-        return repr(self.rule)
+def _check_hashable(value: Any, what: str) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise GateError(f"expected {what} that is hashable, got {type(value).__name__} - give its text, or a digest") from None
+
+
+def _finite(progress: Any) -> float:
+    if not _is_number(progress):
+        raise GateError(
+            f"expected the environment's progress with every step, which progress_steps needs, got {progress!r} - choose an environment "
+            "that says it, or leave progress_steps out"
+        )
+    return float(progress)
 
 
 def _is_count(value: object) -> bool:
