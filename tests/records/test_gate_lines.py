@@ -69,6 +69,7 @@ def test_the_printout_of_a_run_with_a_gate_reads_as_intended(folder: RunFolder, 
         "    environment steps saved          1,234  (1,000 to 1,500, at most 2,000)",
         "    tokens saved                    12,340  (10,000 to 15,000, at most 20,000)",
         "  members stopped as futile              8",
+        "  would have been stopped                9",
         "    precision                        1.000  (0.025 to 1.000, 1 audited)",
         "    environment steps saved              -  (at most 130)",
         "  seconds spent deciding              0.25",
@@ -104,6 +105,14 @@ def test_one_line_says_what_kind_of_gate_it_is() -> None:
     assert gate_line(without_prefix(FUTILE)) == "8 members stopped as futile, precision 1.00 (0.03 to 1.00)"
     assert gate_line({}) == "it has decided nothing yet"
     assert gate_line({"judged": 0.0, "undecided": 0.0}) == "0 of 0 groups would be cut"
+
+
+def test_a_shadow_has_saved_nothing_and_says_what_it_would_have_done() -> None:
+    shadow = {**METRICS, **FUTILE, "gate/cut": 0.0, "gate/is_cutting": 0.0, "gate/futile_stopped": 0.0}
+    lines = gate_lines(without_prefix(shadow), ())
+    assert not any("saved" in line for line in lines)
+    assert "  would have been cut                   14    23.3%" in lines
+    assert "  would have been stopped                9" in lines
 
 
 def test_kinds_are_left_out_where_nothing_was_cut_or_no_environment_says_them() -> None:

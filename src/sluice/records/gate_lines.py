@@ -78,11 +78,13 @@ def gate_lines(gate: Mapping[str, float], task_types: tuple[TaskTypeTotal, ...])
         if gate.get("would_cut", 0.0) != gate.get("cut", 0.0):
             lines.append(_row("  would have been cut", f"{gate.get('would_cut', 0.0):,.0f}", _share(gate.get("would_cut", 0.0), decided)))
         lines += _rightness(gate, "", gate.get("precision_n", 0.0))
-        lines += _savings(gate, "")
+        lines += _savings(gate, "") if gate.get("cut") else []
     if "futile_would_stop" in gate:
         lines.append(_row("  members stopped as futile", f"{gate.get('futile_stopped', 0.0):,.0f}"))
+        if gate["futile_would_stop"] != gate.get("futile_stopped", 0.0):
+            lines.append(_row("  would have been stopped", f"{gate['futile_would_stop']:,.0f}"))
         lines += _rightness(gate, "futile_", gate.get("futile_audited", 0.0))
-        lines += _savings(gate, "futile_")
+        lines += _savings(gate, "futile_") if gate.get("futile_stopped") else []
     if "seconds" in gate:
         lines.append(_row("  seconds spent deciding", f"{gate['seconds']:,.2f}"))
     return lines + _type_lines(task_types)
