@@ -256,6 +256,28 @@ def test_a_completion_without_any_reward_is_sampled_again_or_judged(model_folder
     assert (trainer.seen.outputs[0]["advantages"] == 0).tolist() == [False, True, *[False] * 6]
 
 
+def test_truncated_completions_that_trl_masks_are_outside_of_their_groups_statistics(model_folder: Path, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[LETTERS.index(letter) + 2 for letter in prompt] for prompt in prompts]
+        cut = [row % 4 == 3 for row in range(len(prompts))]
+        return {"prompt_ids": ids, "completion_ids": [[2, 3] if c else [2, 1] for c in cut], "logprobs": [[-1.0] * 2] * len(ids)}
+
+    def reward(prompts: list[str], **_: Any) -> list[float]:  # half of the groups differ only by the truncated member
+        return rewards_by_prompt({letter: [1, 1, 1, 0] for letter in LETTERS[::2]})(prompts)
+
+    masked = {"mask_truncated_completions": True, "max_steps": 1}
+    trainer = make(model_folder, tmp_path, reward_funcs=reward, rollout_func=rollout, args=masked)
+    trainer.train()
+    assert not {prompt[0] for prompt in trainer.seen.prompts[0]} & set(SAME_FOR_HALF)
+    counted = torch.tensor([1.0, 0.0, 1.0])
+    expected = [*((counted - counted.mean()) / (counted.std() + 1e-4)).tolist(), 0.0]
+    torch.testing.assert_close(trainer.seen.outputs[0]["advantages"], torch.tensor(expected * 2))
+    invalid = DynamicSampling(truncated="invalid", max_response_rounds=1, max_resample_rounds=1)
+    refused = make(model_folder, tmp_path, reward_funcs=reward, rollout_func=rollout, settings=invalid)
+    with pytest.raises(ResampleError, match="truncated"):
+        refused.train()
+
+
 def test_a_mistake_in_the_settings_is_found_before_anything_is_sampled(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"DynamicSampling.query_filter.type.*std_filter"):
         make(model_folder, tmp_path, settings=DynamicSampling(query_filter={"type": "std_filtr"}))

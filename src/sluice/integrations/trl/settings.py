@@ -78,9 +78,9 @@ class DynamicSampling:
         if self.gate is None:
             return None
         keeper = GateKeeper(self.gate, group_size=group_size, seed=seed) if isinstance(self.gate, Gate) else self.gate
-        if keeper.group_size != group_size or keeper.redundancy:
+        if keeper.group_size != group_size:
             raise ConfigError(
-                f"DynamicSampling.gate: expected a Gate, or a GateKeeper for groups of {group_size} without redundancy, got {self.gate!r} "
+                f"DynamicSampling.gate: expected a Gate, or a GateKeeper for groups of {group_size}, got {self.gate!r} "
                 "- give Gate(k=..., threshold=...), or build the keeper with group_size=num_generations"
             )
         return MachineGate(keeper, on_cut=self.on_cut)
