@@ -84,6 +84,42 @@ def test_standardised_advantages_never_exceed_what_the_group_size_permits(batch,
             assert np.abs(advantages[np.array(ids) == group]).max() <= bound * (1 + 1e-9)
 
 
+extreme = st.one_of(
+    finite.filter(lambda x: abs(x) < 1e300),
+    st.sampled_from([0.1, 0.1 + 2**-56, 1e-300, 5e-324, -5e-324, 1.0, 1.0 + 2**-52, 1e300, -1e300, 2.0**53, 2.0**53 + 2]),
+)
+
+
+@given(batches(extreme), st.sampled_from([0, 1]), st.sampled_from([0.0, 1e-8, 1.0]))
+def test_no_advantage_explodes_under_any_mask(batch, ddof, eps):
+    """Standardised ones stay within what the size of the group permits, the others within the spread of its counted rewards."""
+    rewards, ids, mask = batch
+    standardised = group_relative(*batch, ddof=ddof, eps=eps)
+    in_units = (group_relative(*batch, scale="none"), leave_one_out(*batch))
+    by_function = normalise_by_function({"f": rewards}, ids, mask, ddof=ddof, eps=eps)["f"]
+    np.testing.assert_array_equal(np.nan_to_num(by_function), standardised)
+    for group in set(ids):
+        counted = [r for r, g, m in zip(rewards, ids, mask, strict=True) if g == group and m]
+        here = np.array(ids) == group
+        n = max(len(counted), 1)
+        assert np.abs(standardised[here]).max() <= ((n - 1) / math.sqrt(n) if ddof else math.sqrt(n - 1)) * (1 + 1e-9)
+        spread = max(counted) - min(counted) if counted else 0.0
+        for advantages in in_units:
+            assert np.abs(advantages[here]).max() <= spread * (1 + 1e-9)
+
+
+@given(batches(extreme))
+def test_under_a_mask_groups_are_silent_by_their_counted_members_alone(batch):
+    rewards, ids, mask = batch
+    kept = [(r, g) for r, g, m in zip(rewards, ids, mask, strict=True) if m]
+    alone = no_signal([r for r, _ in kept], [g for _, g in kept])
+    silent = no_signal(*batch)
+    assert set(silent) == set(ids)
+    assert all(silent[group] == alone.get(group, True) for group in silent)
+    advantages = leave_one_out(*batch)
+    assert all((advantages[np.array(ids) == group] == 0).all() for group in silent if silent[group])
+
+
 @given(batches(), st.randoms())
 def test_position_never_matters(batch, random):
     rewards, ids, mask = batch

@@ -411,6 +411,14 @@ def test_case_109_fillers_of_masked_tokens_are_never_read() -> None:
     assert all(one == found[0] for one in found)
 
 
+def test_case_111_an_appended_end_token_has_no_part_in_the_ratio() -> None:
+    """Four tokens were sampled; the fifth was added and has a placeholder for a log-prob."""
+    old, inference = row(-1.0, -2.0, -0.5, -1.0, -3.0), row(-1.0, -2.0, -0.5, -1.0, 0.0)
+    _, _, metrics = compute_train_infer_correction(None, torch.tensor([[1, 1, 1, 1, 0]]), old, inference)
+    assert metrics.total("tokens") == 4
+    assert metrics["actor/train_infer_ratio_sequence_mean@sum"] == 1.0
+
+
 def test_case_113_a_token_without_a_number_counts_as_equal_and_is_counted() -> None:
     for cfg in (None, {"presets": ["icepop"]}, weighted("token")):
         is_weight, filter_mask, metrics = compute_train_infer_correction(cfg, ones(row(0, 0)), row(-0.1, -1.0), row(NAN, -1.0))

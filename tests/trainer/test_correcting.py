@@ -272,3 +272,17 @@ def test_rows_with_an_infinite_log_prob_leave_the_loss_and_nothing_leaks(model_f
         assert metrics["actor/train_infer_non_finite"] == 10
         assert metrics["actor/rows"] == 2
         assert np.isfinite([metrics["actor/loss"], metrics["actor/grad_norm"]]).all()
+
+
+def test_case_119_a_shift_shows_as_a_warning_in_the_first_step_where_no_tolerance_is_held(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(engine: FakeEngine, call: int) -> Batch:
+        return with_turns(engine.batch(), lambda turn: replace(turn, inference_logprobs=np.roll(turn.inference_logprobs, 1)))
+
+    for batches, warnings in ((make, 1), (noisily, 0)):
+        caplog.clear()
+        corrected_run(model_folder, tmp_path, batches, BAND).train()
+        told = [record.getMessage() for record in caplog.records if record.name == "sluice.trainer"]
+        assert len(told) == warnings
+        assert all("one may be shifted" in text for text in told)

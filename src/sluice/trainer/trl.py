@@ -48,6 +48,8 @@ from sluice.types import Batch, Sample
 
 PLACEHOLDER_ROWS = 2  # what TRL believes a step to hold; it refuses fewer than 2, and no loss reads it
 
+SUSPICIOUS_GAP = 0.5  # mean |trainer - inference log-prob| of a token: rounding to 8 bits gives a tenth of it, a shift by one token more
+
 TRAINER_STATE = "trainer_state.json"
 RESUMED_FROM = (TRAINER_STATE, "optimizer.pt", "scheduler.pt", "rng_state.pth")  # beside the weights; without them it is another run
 
@@ -55,6 +57,8 @@ _ADVICE = (
     "There seems not to be a single sample in your epoch_iterator",  # an epoch began without a batch
     "The following arguments do not match the ones in the `trainer_state.json`",  # the settings of now hold
 )
+
+_log = logging.getLogger("sluice.trainer")
 
 _Tensors = dict[str, Any]
 
@@ -129,6 +133,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._shares_prompts = _can_share_prompts(self._model()) and not self.aux_loss_enabled
         self._seconds: dict[str, float] = {}  # of the current step, by part
         self._step_metrics: dict[str, float] = {}  # of the current step
+        self._is_gap_looked_at = False  # whether the first step has shown how far the engine's log-probs lie from the trainer's
         self._micro_batch_tokens: list[int] = []  # loss tokens of each micro batch of the current step
         self._logprobs: torch.Tensor | None = None  # [B, C] of the last training forward
         self._is_last = False  # whether the current batch is the last one
@@ -439,10 +444,24 @@ class SluiceGRPOTrainer(GRPOTrainer):
         for name, ours in (("entropy", "entropy"), ("kl", "kl"), ("clip_ratio/region_mean", "clip_fraction")):
             if trl.get(name):
                 metrics[f"actor/{ours}"] = float(np.average(trl[name], weights=self._micro_batch_tokens))
+        self._look_at_gap(metrics)
         for part, seconds in self._seconds.items():
             metrics[f"actor/{part}_seconds"] = seconds
         metrics["actor/step_seconds"] = sum(self._seconds.values())
         self._on_step(self.state.global_step, metrics)
+
+    def _look_at_gap(self, metrics: dict[str, float]) -> None:
+        """Warn once when the first log-probs that no tolerance is held against differ by more than another precision explains."""
+        gap = metrics.get("actor/logprob_gap_mean")
+        if gap is None or self._is_gap_looked_at:
+            return
+        self._is_gap_looked_at = True
+        if self._logprob_tolerance is None and gap > SUSPICIOUS_GAP:
+            _log.warning(
+                "trainer and inference log-probs differ by %.2f a token in the first step, more than another precision explains - check "
+                "that both are of the same token (one may be shifted), at the same temperature and of the same weights",
+                gap,
+            )
 
     def step_ended(self) -> None:
         """Publish the new weights. Called by the training loop's callback as soon as the optimiser has stepped."""
