@@ -13,7 +13,7 @@ from tests.config.recipes import agentic, problems_of, smallest
 
 FULL = {
     "presets": ["token_veto"],
-    "is_weight": {"enabled": True, "weight_type": "segment", "upper_bound": None, "detach": False},
+    "is_weight": {"enabled": True, "weight_type": "segment", "upper_bound": None},
     "filters": [
         {"enabled": True, "agg_type": "geometric", "ratio_low": 0.9, "ratio_high": 1.1},
         {"enabled": False, "agg_type": "token", "ratio_enabled": False, "diff_enabled": True, "diff_low": None, "diff_high": 0.5},
@@ -54,6 +54,11 @@ def refused(data: dict[str, Any]) -> list[str]:
             {"train_infer_correction": {"is_weight": {"weight_type": "tokens"}}},
             "train_infer_correction.is_weight.weight_type: expected one of token, segment, geometric, sequence, got 'tokens' (text) - did "
             "you mean token?",
+        ),
+        (
+            {"train_infer_correction": {"is_weight": {"enabled": True, "detach": False}}},
+            "train_infer_correction.is_weight.detach: must be true in a run, got false: its old log-probs are computed without gradients - "
+            "delete it; false is for whoever calls the library",
         ),
         (
             {"engine": {"precision": "bfloat16"}},

@@ -98,8 +98,16 @@ def check_staleness(config: RunConfig, ages: Ages) -> Iterator[Finding]:
 
 def check_two_engines(config: RunConfig) -> Iterator[Finding]:
     """What is done about the distance between trainer and engine."""
-    if config.train_infer_correction is not None:
-        yield from check_correction(config.train_infer_correction, ("train_infer_correction",))
+    correction = config.train_infer_correction
+    if correction is not None:
+        at: KeyPath = ("train_infer_correction",)
+        yield from check_correction(correction, at)
+        if not correction.is_weight.detach:
+            yield Finding(
+                path=(*at, "is_weight", "detach"),
+                message="must be true in a run, got false: its old log-probs are computed without gradients - delete it; false is for "
+                "whoever calls the library",
+            )
     precision, path = config.engine.precision, ("trainer", "logprob_tolerance")
     if precision != "float32" and not config.trainer.bf16 and config.trainer.logprob_tolerance is not None:
         yield Finding(
