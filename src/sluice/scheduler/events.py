@@ -120,7 +120,7 @@ class LoopAttempt:
     """A user-defined loop starts one try at one member of the group it owns. Answered by `LaunchMember`, or `AttemptRefused`."""
 
     group_id: int
-    member_index: int  # 0 .. group_size + redundancy - 1
+    member_index: int  # 0 .. group_size + redundancy - 1, or the next one behind: a further member to choose from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
