@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 LETTERS = "abcdefghij"
 
@@ -39,15 +39,13 @@ class SayA:
 
 
 class SayAOrBreak(SayA):
-    """The same, and one answer in eight breaks it."""
+    """The same, and of all answers in one process every 24th breaks it: about half of the groups of six with two turns are spared."""
 
-    def __init__(self, turns: int = 2) -> None:
-        super().__init__(turns)
-        self._steps = 0
+    steps: ClassVar[int] = 0
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        self._steps += 1
-        if self._steps % 8 == 0:
+        SayAOrBreak.steps += 1
+        if SayAOrBreak.steps % 24 == 0:
             raise RuntimeError("the door is stuck")
         return super().step(action)
 
