@@ -13,6 +13,7 @@ import argparse
 import logging
 import random
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from typing import Final
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from sluice.environments.household.environment import HouseholdSettings
 from sluice.environments.household.expert import Expert
@@ -33,9 +34,12 @@ from sluice.environments.household.game import Game, class_of
 from sluice.environments.household.generator import SIZES, Split, seeded_game
 from sluice.environments.household.twin import HELP, NOTHING, House
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the recipes share lies beside their folders
+from starting_policy import PAD, UNK, build_model, build_optimizer, optimizer_step, pretrained
+
 log = logging.getLogger("warm_start")
 
-PAD, UNK, END = "<pad>", "<unk>", "\n"  # an action ends with its line
+END: Final = "\n"  # an action ends with its line
 CUE: Final = "\n>"  # follows every observation; what comes next is the policy's
 
 PHRASES: Final = (
@@ -142,34 +146,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary())}, unk_token=UNK))
     # What the expression matches is kept, what lies between is dropped: spaces. Without a decoder tokens are joined with a space.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"(?:{phrases})(?!\w)|[a-z]+ \d+|\w+|[^\w\s]|\n"), "removed", invert=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MOST_POSITIONS,
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Three layers with two heads of 64: few layers and wide heads pay on a CPU."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=MOST_POSITIONS,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
+    return pretrained(tokenizer, end=END, positions=MOST_POSITIONS)
 
 
 class Encoder:
@@ -272,7 +249,7 @@ def imitation_loss(model: Qwen2ForCausalLM, batch: Sequence[Demonstration]) -> t
 
 def train(model: Qwen2ForCausalLM, encoder: Encoder, seed: int, steps: int) -> None:
     """Imitate with AdamW: a short warm-up, a constant learning rate, and a linear decay at the end."""
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = build_optimizer(model, LEARNING_RATE)
     model.train()
     started = time.monotonic()
     seen = tokens = 0
@@ -282,9 +259,7 @@ def train(model: Qwen2ForCausalLM, encoder: Encoder, seed: int, steps: int) -> N
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARM_UP_STEPS, left)
         on_actions, on_told = imitation_loss(model, batch)
         (on_actions + OBSERVATION_WEIGHT * on_told).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer_step(model, optimizer)
         losses += torch.stack((on_actions, on_told)).detach()
         seen += len(batch)
         tokens += sum(len(demonstration.ids) for demonstration in batch)

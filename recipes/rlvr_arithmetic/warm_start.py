@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ import reasoning_gym
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what the recipes share lies beside their folders
+from starting_policy import PAD, UNK, build_model, build_optimizer, optimizer_step, pretrained
 
 log = logging.getLogger("warm_start")
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+EOS: Final = "<eos>"
 PHRASES: Final = ("State the final answer to the following arithmetic problem: ", "Calculate ", " + ", " - ", " =")
 CHARACTERS: Final = (*(chr(code) for code in range(ord(" "), ord("~") + 1)), "\n")  # printable ASCII: no text is lost
 IGNORED: Final = -100  # label of positions without loss, torch's default ignore_index
@@ -79,34 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{phrases}|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Three layers with two heads of 64: few layers and wide heads pay on a CPU."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
+    return pretrained(tokenizer, end=EOS, positions=MAX_POSITIONS)
 
 
 def expression(entry: dict[str, Any]) -> str:
@@ -160,7 +137,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         (tokenizer(entry["question"])["input_ids"], [*tokenizer(str(entry["answer"]))["input_ids"], tokenizer.eos_token_id])
         for entry in entries
     ]
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = build_optimizer(model, LEARNING_RATE)
     started = time.monotonic()
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARM_UP_STEPS)
@@ -169,9 +146,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
         trained = labels[:, 1:] != IGNORED  # [B, T-1]
         loss = nn.functional.cross_entropy(model.lm_head(hidden[trained]), labels[:, 1:][trained])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer_step(model, optimizer)
         if step % PROBE_EVERY == 0:
             probed = [round(accuracy(model, tokenizer, entries, sampled=sampled), 3) for sampled in (False, True) for entries in probes]
             names = [f"{source.name} {how}" for how in ("greedy", "sampled") for source in SOURCES]
