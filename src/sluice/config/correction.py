@@ -58,13 +58,9 @@ class TrainInferCorrectionConfig(Section):
 
     presets: list[PresetName] = Field(default_factory=list)  # named combinations, besides what follows
     is_weight: IsWeightConfig = IsWeightConfig()  # where enabled, instead of a preset's weight
-    filters: list[CorrectionFilterConfig] = Field(
-        default_factory=list
-    )  # a token trains when all of them, and those of the presets, let it pass
+    filters: list[CorrectionFilterConfig] = Field(default_factory=list)  # a token trains when these and those of the presets let it pass
     baseline: Literal["survivors", "all"] = "survivors"  # whether a row that is rejected whole stays in the baseline of its group
-    save_every_steps: int | None = Field(
-        default=None, ge=1
-    )  # both log-probs into the run folder, for `sluice correction report`; None: not
+    save_every_steps: int | None = Field(default=None, ge=1)  # both log-probs, for `sluice correction report`; None: not
 
     @property
     def weight(self) -> IsWeightConfig:

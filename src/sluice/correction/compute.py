@@ -5,6 +5,7 @@ Rows are taken a stretch at a time, so that memory stays a few arrays of the siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,7 +16,7 @@ from torch import Tensor
 from sluice.config.correction import IsWeightConfig, Level
 from sluice.correction.levels import Divergence, Runs, Tokens, of_tokens, ratio_of, runs_of
 from sluice.correction.metrics import PASSED, SUMS, CorrectionMetrics, passed_by
-from sluice.correction.settings import KINDS, Bands, read_settings
+from sluice.correction.settings import KINDS, Bands, Kind, read_settings
 from sluice.errors import CorrectionError
 
 STRETCH: Final = 1 << 18  # tokens looked at together on a CPU: about twelve arrays of 1 MB, which stay near the processor
@@ -72,10 +73,10 @@ def compute_train_infer_correction(
         and (old_logprobs.requires_grad or inference_logprobs.requires_grad)
     )
     dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
-    tokens = _Tokens(mask, dtype, Bands.of(config.enabled_filters if apply_filters else (), dtype), weight)
+    tokens = _Tokens(mask, dtype, Bands.of(config.enabled_filters if apply_filters else (), dtype), weight, has_gradient=has_gradient)
     with torch.set_grad_enabled(has_gradient):
         for at in _stretches(mask, whole=has_gradient):
-            tokens.look_at(at, old_logprobs[at].to(dtype), inference_logprobs[at].to(dtype), has_gradient=has_gradient)
+            tokens.look_at(at, old_logprobs[at].to(dtype), inference_logprobs[at].to(dtype))
         if not tokens.runs:  # not a single place for a token
             sums = torch.zeros(len(SUMS), dtype=torch.float64, device=mask.device)
             return tokens.is_weight, tokens.kept, CorrectionMetrics(sums, has_weight=weight.enabled)
@@ -181,9 +182,11 @@ def _answers_at_once(tensor: Tensor) -> bool:
 class _Tokens:
     """What single tokens say, and the sums over runs that the other levels are made of."""
 
-    def __init__(self, mask: Tensor, dtype: torch.dtype, bands: Bands, weight: IsWeightConfig) -> None:
+    def __init__(self, mask: Tensor, dtype: torch.dtype, bands: Bands, weight: IsWeightConfig, *, has_gradient: bool) -> None:
         """mask: [B, T - 1] of any type."""
         self._given = mask
+        self._has_gradient = has_gradient
+        self.may_look = not has_gradient and _answers_at_once(mask)  # whether numbers may be read in between
         self.mask = mask if mask.dtype == torch.bool else torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
         self.bands = bands
         self._weight = weight
@@ -198,21 +201,20 @@ class _Tokens:
         self.ratios: list[Tensor] = []  # [R] sums over rows
         self.counted: dict[str, list[Tensor]] = {}  # name of a sum -> [] each
 
-    def look_at(self, at: slice, old: Tensor, inference: Tensor, *, has_gradient: bool) -> None:
-        """Take in some rows. Reads numbers in between where that costs nothing."""
-        may_look = not has_gradient and _answers_at_once(old)
-        mask = self.mask[at]
+    def look_at(self, at: slice, old: Tensor, inference: Tensor) -> None:
+        """Take in some rows."""
+        mask, may_look = self.mask[at], self.may_look
         if self._given is not self.mask:
             mask.copy_(self._given[at].bool())
         tokens, runs = of_tokens(mask, old, inference, may_look=may_look), runs_of(mask, may_look=may_look)
         self.runs.append(runs)
         self.log_ratios.append(runs.sums(tokens.exact, exactly=True, may_look=may_look))
-        self.diffs.append(runs.sums(tokens.diff, exactly=False, may_look=may_look))
+        self.diffs.append(-runs.sums(tokens.minus_diff, exactly=False, may_look=may_look))
         self._judge(tokens, self.kept[at])
         if self._weight.enabled and self._weight.weight_type == "token":
-            self._weigh(tokens, at, has_gradient=has_gradient)
+            self._weigh(tokens, at)
         with torch.no_grad():
-            ratio = tokens.ratio * tokens.weight if has_gradient else tokens.ratio.mul_(tokens.weight)  # not looked at any more
+            ratio = tokens.ratio * tokens.weight if self._has_gradient else tokens.ratio.mul_(tokens.weight)  # not looked at any more
             self.ratios.append(ratio.sum(1).double())
             self._count(squares=tokens.squares, nan_tokens=tokens.nan_tokens, clamped=tokens.clamped)
             if tokens.is_sound is not None:
@@ -228,46 +230,57 @@ class _Tokens:
         for name, value in values.items():
             self.counted.setdefault(name, []).append(value)
 
-    def _weigh(self, tokens: Tokens, at: slice, *, has_gradient: bool) -> None:
-        bound, of_token = self._weight.upper_bound, tokens.weight.flatten()
-        cut = tokens.ratio if bound is None else tokens.ratio.clamp(max=bound)
-        with torch.no_grad():
-            self._count(weight=torch.dot(cut.flatten(), of_token))
-        if has_gradient:
-            self.is_weight = cut  # of all rows
-            cut = cut.detach().clone()
+    def _weigh(self, tokens: Tokens, at: slice) -> None:
+        bound = self._weight.upper_bound
+        if self._has_gradient:  # of all rows at once
+            self.is_weight = tokens.ratio if bound is None else tokens.ratio.clamp(max=bound)
         else:
-            self.is_weight[at] = cut
-        if bound is not None:
-            with torch.no_grad():  # as 1 and 0 in place: comparing into bool takes several times as long
-                self._count(unclipped=torch.dot(cut.eq_(tokens.ratio).flatten(), of_token))
+            torch.clamp(tokens.ratio, max=math.inf if bound is None else bound, out=self.is_weight[at])
+        with torch.no_grad():
+            cut = self.is_weight[at]
+            self._count(weight=cut.sum(1).double().sum())
+            if bound is not None:
+                self._count(unclipped=cut.clone().eq_(tokens.ratio).sum())  # as 1 and 0: comparing into bool takes several times as long
 
     @torch.no_grad()
     def _judge(self, tokens: Tokens, kept: Tensor) -> None:
         inside: Tensor | None = None
         vetoes: list[Tensor] = []
-        of_row = tokens.weight.sum(1)
         for kind in KINDS:
             unit, veto = self.bands.unit.get(("token", kind)), self.bands.veto.get(("token", kind))
-            values = tokens.log_ratio if kind == "ratio" else tokens.diff
-            passed = of_row
-            if unit is not None:
-                passes = unit.weights(values)
-                passed = passes.sum(1)
-                if unit.holds_nothing_different:  # then it holds all tokens outside the mask as well
-                    passed = passed + of_row - passes.shape[1]
-                inside = passes if inside is None else inside.mul_(passes)
+            values = tokens.log_ratio
+            if kind == "diff":
+                values, unit, veto = tokens.minus_diff, unit and -unit, veto and -veto
+            passes = None if unit is None else unit.weights(values)
             if veto is not None:
+                of_row = tokens.weight.sum(1)
                 vetoes.append((veto.weights(values) * tokens.weight).sum(1) == of_row)
-                passed = passed * vetoes[-1]
-            if unit is not None or veto is not None:
+                passed = vetoes[-1] * (of_row if passes is None else (passes * tokens.weight).sum(1))
                 self._count(**{passed_by("token", kind): passed.double().sum()})
+            elif passes is not None:
+                self._count(**{_everywhere("token", kind): passes.sum()})
+            if passes is not None:
+                inside = passes if inside is None else inside.mul_(passes)
         if inside is None:
             kept.copy_(tokens.mask)
         else:
             torch.bitwise_and(tokens.mask, inside.bool(), out=kept)
         if vetoes:
             self.vetoed.append(vetoes[0] if len(vetoes) == 1 else vetoes[0] & vetoes[1])
+
+    def passed(self, outside: Tensor) -> dict[str, Tensor]:
+        """Tokens of the mask that filters of single tokens let pass. outside: [] places that are not in the mask"""
+        found = {name: self.total(name) for name in self.counted if name in PASSED}
+        for kind in KINDS:
+            band = self.bands.unit.get(("token", kind))
+            if band is not None and _everywhere("token", kind) in self.counted:  # outside the mask the two agree everywhere
+                found[passed_by("token", kind)] = self.total(_everywhere("token", kind)) - (outside if band.holds_agreement else 0)
+        return found
+
+
+def _everywhere(level: Level, kind: Kind) -> str:
+    """The sum of the places that filters let pass, those outside the mask included."""
+    return f"everywhere_{passed_by(level, kind)}"
 
 
 # ---------------------------------------------------------------- weights
@@ -288,15 +301,20 @@ def _weights(divergence: Divergence, config: IsWeightConfig, tokens: _Tokens) ->
         return _Weights(values=tokens.is_weight, total=nothing, clipped=nothing)
     if config.weight_type == "token":
         values = tokens.is_weight.detach() if config.detach else tokens.is_weight
-        clipped = divergence.counts.new_zeros(()) if config.upper_bound is None else divergence.counts.sum() - tokens.total("unclipped")
-        return _Weights(values=values, total=tokens.total("weight"), clipped=clipped)
+        places, bound = values.numel(), config.upper_bound
+        outside = places - divergence.counts.sum()  # where the ratio is 1
+        clipped = divergence.counts.new_zeros(())
+        if bound is not None:
+            clipped = places - tokens.total("unclipped") - (outside if bound < 1 else 0)
+        total = tokens.total("weight") - outside * min(1.0, math.inf if bound is None else bound)
+        return _Weights(values=values, total=total, clipped=clipped)
     runs, bound, dtype = divergence.runs, config.upper_bound, tokens.is_weight.dtype
     counts = runs.sizes if config.weight_type == "segment" else divergence.counts
     ratio = ratio_of(divergence.log_ratio(config.weight_type))
     cut = ratio if bound is None else ratio.clamp(max=bound)
     of_tokens = cut.to(dtype)
     if config.weight_type == "segment":
-        of_tokens = runs.to_tokens(of_tokens, outside=1.0)
+        of_tokens = runs.to_tokens(of_tokens, outside=1.0, may_look=tokens.may_look)
     else:
         of_tokens = of_tokens[:, None].expand(runs.shape).contiguous()
     return _Weights(
@@ -321,7 +339,7 @@ def _judge(divergence: Divergence, tokens: _Tokens) -> _Verdict:
     runs, counts, bands = divergence.runs, divergence.counts, tokens.bands
     rows = [torch.cat(tokens.stays)]  # [R] bool each: which rows stay
     segments: list[Tensor] = []  # [K] bool each
-    passed = {name: tokens.total(name) for name in tokens.counted if name in PASSED}
+    passed = tokens.passed(tokens.mask.numel() - counts.sum())
     if tokens.vetoed:
         rows.append(torch.cat(tokens.vetoed))
     for kind in KINDS:
@@ -345,7 +363,7 @@ def _judge(divergence: Divergence, tokens: _Tokens) -> _Verdict:
     stays = torch.stack(rows).all(0)
     kept = tokens.kept
     if segments:
-        kept &= runs.tokens_of(torch.stack([*segments, stays[runs.rows]]).all(0))
+        kept &= runs.to_tokens(torch.stack([*segments, stays[runs.rows]]).all(0), outside=True, may_look=tokens.may_look)
     else:
         kept &= stays[:, None]
     return _Verdict(kept=kept, passed=passed)

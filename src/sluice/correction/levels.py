@@ -31,7 +31,7 @@ class Tokens:
     log_ratio: Tensor  # [R, T] old - inference, as it came
     exact: Tensor  # [R, T] the same for sums: in float64 where single ones are so large that they may cancel each other
     ratio: Tensor  # [R, T] p_old / p_inference, from the log ratio within +-20
-    diff: Tensor  # [R, T] p_old - p_inference
+    minus_diff: Tensor  # [R, T] p_inference - p_old, which takes a pass less than the difference
     is_sound: (
         Tensor | None
     )  # [R] False where an old log-prob under the mask is no finite number, or an inference one is infinite; None: all
@@ -59,7 +59,7 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
                 log_ratio=log_ratio,
                 exact=log_ratio,
                 ratio=ratio,
-                diff=(p_inference * ratio).sub_(p_inference),
+                minus_diff=torch.addcmul(p_inference, p_inference, ratio, value=-1),
                 is_sound=None,
                 squares=torch.dot(log_ratio.flatten(), log_ratio.flatten()),
                 nan_tokens=none,
@@ -73,14 +73,14 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
     log_ratio = wide.to(old.dtype)
     ratio, is_far = ratio_of(log_ratio), log_ratio.abs() > MOST_LOG
     p_inference = inference.exp().clamp(max=_LARGEST_P)
-    p_old = torch.where(is_far, old.exp().clamp(max=_LARGEST_P), p_inference * ratio)
+    near = torch.addcmul(p_inference, p_inference, ratio, value=-1)  # as above, to the last bit
     return Tokens(
         mask=mask,
         weight=weight,
         log_ratio=log_ratio,
         exact=torch.where(is_far, wide, log_ratio.double()),
         ratio=ratio,
-        diff=p_old - p_inference,
+        minus_diff=torch.where(is_far, p_inference - old.exp().clamp(max=_LARGEST_P), near),
         is_sound=~is_bad.any(1),
         squares=wide.detach().square().sum(),
         nan_tokens=is_nan.sum(),
@@ -118,19 +118,13 @@ class Runs:
         """The sum over the runs of each row. [K] -> [R]"""
         return torch.zeros(self.shape[0], dtype=values.dtype, device=values.device).index_add(0, self.rows, values)
 
-    def to_tokens(self, values: Tensor, *, outside: float) -> Tensor:
+    def to_tokens(self, values: Tensor, *, outside: float, may_look: bool) -> Tensor:
         """Each token gets the value of its run. [K] -> [R, T]"""
         spread = torch.full((2 * len(values) + 1,), outside, dtype=values.dtype, device=values.device)
         spread[1::2] = values
+        if may_look:
+            return torch.from_numpy(np.repeat(spread.numpy(), self.lengths.numpy())).view(self.shape)
         return torch.repeat_interleave(spread, self.lengths, output_size=self.shape[0] * self.shape[1]).view(self.shape)
-
-    def tokens_of(self, chosen: Tensor) -> Tensor:
-        """The tokens of the chosen runs; several times faster than `to_tokens`. [K] bool -> [R, T] bool"""
-        size = self.shape[0] * self.shape[1]
-        change = torch.zeros(size + 1, dtype=torch.int8, device=chosen.device)  # one more, for runs that end with the last row
-        change.index_add_(0, self.starts, chosen.to(torch.int8))
-        change.index_add_(0, self.starts + self.sizes, -chosen.to(torch.int8))
-        return change[:-1].cumsum(0, dtype=torch.int8).view(torch.bool).view(self.shape)
 
     @staticmethod
     def join(parts: Sequence[Runs]) -> Runs:

@@ -83,9 +83,12 @@ class Band:
         return values.clamp(self.low, self.high).eq_(values)
 
     @property
-    def holds_nothing_different(self) -> bool:
+    def holds_agreement(self) -> bool:
         """Whether it holds 0: two engines that agree."""
         return self.low <= 0 <= self.high
+
+    def __neg__(self) -> Band:
+        return Band(low=-self.high, high=-self.low)
 
     def __and__(self, other: Band) -> Band:
         return Band(low=max(self.low, other.low), high=min(self.high, other.high))
