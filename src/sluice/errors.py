@@ -1,10 +1,14 @@
 """One typed error per boundary, so that a caller can tell a bad setting from a broken verifier.
 
 Each message tells four things: what was expected, what came, where, what to do. Faults of single items are never raised as these:
-they become counted data (`sluice.types.Failure`).
+they become counted data (`sluice.types.Failure`), and `describe` makes the text that is kept of one.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+DETAIL_CHARS: Final = 600  # longest text kept of one failure: enough for a person, bounded for a run that fails a million times
 
 
 class SluiceError(Exception):
@@ -77,3 +81,26 @@ class RecordError(SluiceError, RuntimeError):
 
 class SchedulerBug(SluiceError, AssertionError):
     """The machine was told something impossible. The message holds the whole story of the group: please report it."""
+
+
+def describe(err: BaseException) -> str:
+    """Type, message and place of an exception: `ValueError: no door (maze.py:12 in step)`."""
+    try:
+        message = str(err)
+    except Exception:  # noqa: BLE001 - an exception class of foreign code
+        message = "(its message cannot be read)"
+    trace = err.__traceback__
+    if trace is None:
+        return cut(f"{type(err).__name__}: {message}")
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    place = f"({code.co_filename}:{trace.tb_lineno} in {code.co_name})"
+    return f"{cut(f'{type(err).__name__}: {message}', DETAIL_CHARS - len(place) - 100)} {place}"
+
+
+def cut(text: str, limit: int = DETAIL_CHARS) -> str:
+    """The text, or its beginning; what cannot be written as UTF-8 is written as its code."""
+    if not text.isascii():
+        text = text[: limit + 1].encode(errors="backslashreplace").decode()
+    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."

@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from sluice.environments import EnvFault, EnvInfo, EnvReset, EnvStep
 from sluice.environments.boundary import (
-    DETAIL_CHARS,
     LONGEST_ACTION,
     LONGEST_OBSERVATION,
     Answer,
     HeldEnvironment,
     call_reset,
     call_step,
-    cut,
-    describe,
 )
-from sluice.errors import EnvError, SluiceError
+from sluice.errors import DETAIL_CHARS, EnvError, SluiceError, cut, describe
 from tests.environments.environments_for_tests import WRONG_STEPS, Obedient
 
 

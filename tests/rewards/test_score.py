@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.config.models import LARGEST_REWARD
+from sluice.errors import DETAIL_CHARS, describe
 from sluice.rewards import Score, make_score
-from sluice.rewards.score import DETAIL_CHARS, ScoreCounts, describe, failed, run_verifier
+from sluice.rewards.score import ScoreCounts, failed, run_verifier
 from tests.rewards import verifiers_for_tests as verifiers
 from tests.rewards.examples import task
 
@@ -217,6 +218,7 @@ def test_details_are_bounded_and_hostile_exceptions_and_answers_do_no_harm():
     score = failed("reward_error", "x" * 100_000)
     assert score.failure is not None
     assert len(score.failure.detail) == DETAIL_CHARS
+    assert describe(ValueError("half a pair: \ud800")).encode() == rb"ValueError: half a pair: \ud800"  # SQLite writes no such half
 
 
 # ---------------------------------------------------------------- counting

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from sluice.config.models import LARGEST_REWARD
 from sluice.environments.base import Call, EnvFault, EnvInfo, Environment, EnvReset, EnvStep
-from sluice.errors import EnvError
+from sluice.errors import EnvError, cut, describe
 
 INFO_KEYS: Final = frozenset({"admissible_commands", "progress", "success", "task_type", "env_id"})  # those with a meaning
 LONGEST_ACTION: Final = 8_192  # characters that reach the environment: far beyond any command, so that cutting makes no valid one
@@ -27,7 +27,6 @@ LONGEST_OBSERVATION: Final = 1_000_000  # characters, of the admissible commands
 LONGEST_WORD: Final = 1_000  # characters of task_type and env_id: they are names, and stand in every record of their group
 SEPARATOR_CHARS: Final = 2  # that every admissible command costs besides its text, where a template lists them
 LARGEST_INTEGER: Final = 2**63 - 1  # that is kept of what else an environment says: what a file or another process can take
-DETAIL_CHARS: Final = 600  # longest text kept of one fault: enough for a person, bounded for a run with a million of them
 
 _ARRAYS: Final = frozenset({"numpy", "torch"})  # packages whose scalars stand for Python's
 
@@ -113,29 +112,6 @@ class HeldEnvironment:
 def _is_ctrl_c(err: BaseException) -> bool:
     """Whether it is the user's and not the environment's: signals reach the main thread alone."""
     return isinstance(err, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
-
-
-def describe(err: BaseException) -> str:
-    """Type, message and place of an exception: `ValueError: no door (maze.py:12 in step)`."""
-    try:
-        message = str(err)
-    except Exception:  # noqa: BLE001 - an exception class of foreign code
-        message = "(its message cannot be read)"
-    trace = err.__traceback__
-    if trace is None:
-        return cut(f"{type(err).__name__}: {message}")
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    place = f"({code.co_filename}:{trace.tb_lineno} in {code.co_name})"
-    return f"{cut(f'{type(err).__name__}: {message}', DETAIL_CHARS - len(place) - 100)} {place}"
-
-
-def cut(text: str, limit: int = DETAIL_CHARS) -> str:
-    """The text, or its beginning; what cannot be written as UTF-8 is written as its code."""
-    if not text.isascii():
-        text = text[: limit + 1].encode(errors="backslashreplace").decode()
-    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."
 
 
 def _wrong(expected: str, came: object, name: str, call: Call) -> EnvError:

@@ -12,13 +12,12 @@ from pydantic import ValidationError
 from sluice.config.problems import KeyPath, Problem, dotted, suggestion, told
 from sluice.environments import custom
 from sluice.environments.base import Environment
-from sluice.environments.boundary import describe
 from sluice.environments.frozen_lake import FrozenLakeSettings
 from sluice.environments.gymnasium_adapter import GymnasiumSettings
 from sluice.environments.household.environment import HouseholdSettings
 from sluice.environments.settings import EnvironmentConfig, EnvironmentSettings
 from sluice.environments.textworld_game import TextWorldSettings
-from sluice.errors import ConfigError, EnvError
+from sluice.errors import ConfigError, EnvError, describe
 
 ENVIRONMENTS: Final[Mapping[str, type[EnvironmentSettings]]] = {
     "household": HouseholdSettings,

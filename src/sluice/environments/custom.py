@@ -11,9 +11,8 @@ import inspect
 from typing import Any
 
 from sluice.environments.base import Environment
-from sluice.environments.boundary import describe
 from sluice.environments.settings import EnvironmentConfig
-from sluice.errors import EnvError
+from sluice.errors import EnvError, describe
 
 METHODS = ("reset", "step", "close")
 

@@ -10,10 +10,10 @@ import socket
 from typing import Any
 
 from sluice.environments.base import Call, EnvFault, EnvInfo, EnvReset, EnvStep
-from sluice.environments.boundary import Answer, HeldEnvironment, describe
+from sluice.environments.boundary import Answer, HeldEnvironment
 from sluice.environments.build import build_environment, preload
 from sluice.environments.settings import EnvironmentConfig
-from sluice.errors import EnvError
+from sluice.errors import EnvError, describe
 from sluice.workers import serve_jobs, tell_failed
 
 

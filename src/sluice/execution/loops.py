@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
-from sluice.errors import FilterError, LoopError, RequestRefused
+from sluice.errors import FilterError, LoopError, RequestRefused, describe
 from sluice.execution.member import fixed
 from sluice.generation.base import Generation, GenerationHandle, GenerationRequest
 from sluice.rewards.base import Score
-from sluice.rewards.score import describe, make_score
+from sluice.rewards.score import make_score
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import mix
 from sluice.types import Failure, Group, Rollout, Task, TokenIds, Turn, Verdict

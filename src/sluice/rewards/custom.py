@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, cast
 
 from sluice.config.models import VerifierConfig
+from sluice.errors import describe
 from sluice.rewards.base import Verifier
-from sluice.rewards.score import describe
 
 
 def module_of(path: str) -> str:

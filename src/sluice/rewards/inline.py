@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sluice.config.models import RewardConfig
-from sluice.errors import ConfigError, RewardError
+from sluice.errors import ConfigError, RewardError, describe
 from sluice.rewards.base import Score, Verifier
 from sluice.rewards.build import build_verifier
-from sluice.rewards.score import ScoreCounts, describe, failed, run_verifier
+from sluice.rewards.score import ScoreCounts, failed, run_verifier
 from sluice.types import Task
 
 

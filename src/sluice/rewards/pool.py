@@ -20,10 +20,10 @@ from time import perf_counter
 from typing import Any, Final
 
 from sluice.config.models import RewardConfig
-from sluice.errors import RewardError
+from sluice.errors import RewardError, describe
 from sluice.rewards.base import Score
 from sluice.rewards.inline import unknown_domain
-from sluice.rewards.score import ScoreCounts, describe, failed
+from sluice.rewards.score import ScoreCounts, failed
 from sluice.rewards.worker import pack_task, unpack_score
 from sluice.types import Failure, Task
 from sluice.workers import CANCEL_GRACE_S, PoolKind, ProcessPool, Worker, pack_job

@@ -9,18 +9,17 @@ from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
 from time import perf_counter
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from sluice.config.models import LARGEST_REWARD
+from sluice.errors import cut, describe
 from sluice.rewards.base import Score, Verifier
 from sluice.types import EMPTY, Failure, FailureCause, Task
-
-DETAIL_CHARS: Final = 600  # longest text kept of one failure: enough for a person, bounded for a run that fails a million times
 
 
 def failed(reason: str, detail: str = "", *, cause: FailureCause = "infrastructure", seconds: float = 0.0) -> Score:
     """A score without a reward, and why."""
-    return Score(reward=None, failure=Failure(cause=cause, reason=reason, detail=_cut(detail)), seconds=seconds)
+    return Score(reward=None, failure=Failure(cause=cause, reason=reason, detail=cut(detail)), seconds=seconds)
 
 
 def make_score(answer: object, *, reward_key: str | None = None, seconds: float = 0.0) -> Score:
@@ -55,22 +54,6 @@ def run_verifier(verifier: Verifier, task: Task, response: str, reward_key: str 
     except BaseException as err:  # noqa: BLE001 - also SystemExit: a verifier that calls sys.exit() ends its call, not the run
         return failed("reward_error", describe(err), seconds=perf_counter() - started)
     return make_score(answer, reward_key=reward_key, seconds=perf_counter() - started)
-
-
-def describe(err: BaseException) -> str:
-    """Type, message and place of an exception: `ValueError: no digits (verifier.py:12 in score)`."""
-    try:
-        message = str(err)
-    except Exception:  # noqa: BLE001 - an exception class of foreign code
-        message = "(its message cannot be read)"
-    trace = err.__traceback__
-    if trace is None:
-        return _cut(f"{type(err).__name__}: {message}")
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    place = f"({code.co_filename}:{trace.tb_lineno} in {code.co_name})"
-    return f"{_cut(f'{type(err).__name__}: {message}', DETAIL_CHARS - len(place) - 1)} {place}"
 
 
 class ScoreCounts:
@@ -125,7 +108,7 @@ def _of_mapping(answer: Mapping[object, object], reward_key: str | None, seconds
             metrics[str(key)] = number
     value = _reward(answer[reward_key])
     if isinstance(value, Failure):
-        failure = Failure(cause=value.cause, reason=value.reason, detail=_cut(f"field {reward_key!r}: {value.detail}"))
+        failure = Failure(cause=value.cause, reason=value.reason, detail=cut(f"field {reward_key!r}: {value.detail}"))
         return Score(reward=None, metrics=metrics or EMPTY, failure=failure, seconds=seconds)
     return Score(reward=value, metrics=metrics or EMPTY, seconds=seconds)
 
@@ -163,9 +146,4 @@ def _number(value: object) -> float | Failure:
 
 
 def _failure(reason: str, detail: str) -> Failure:
-    return Failure(cause="infrastructure", reason=reason, detail=_cut(detail))
-
-
-def _cut(text: str, limit: int = DETAIL_CHARS) -> str:
-    limit = max(limit, 60)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return Failure(cause="infrastructure", reason=reason, detail=cut(detail))

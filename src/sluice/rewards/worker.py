@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from sluice.config.models import RewardConfig
+from sluice.errors import describe
 from sluice.rewards.base import Score, Verifier
 from sluice.rewards.build import build_verifier, preload
-from sluice.rewards.score import describe, failed, run_verifier
+from sluice.rewards.score import failed, run_verifier
 from sluice.types import Failure, Task
 from sluice.workers import serve_jobs, tell_failed
 
