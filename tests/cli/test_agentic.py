@@ -18,6 +18,7 @@ from sluice.cli.doctor import Check
 from sluice.config import AgenticConfig, EnvironmentConfig, parse_config
 from sluice.errors import ConfigError
 from tests.config.recipes import AGENTIC_TEXT, agentic, write
+from tests.gate.played_groups import fitted
 
 HERE = "tests.cli.test_agentic"
 
@@ -309,6 +310,24 @@ def test_an_environment_that_does_not_say_what_a_sign_reads_is_named(sign: str, 
     ((found, text),) = told(agentic_questions.gate())
     assert found == status
     assert words in text
+
+
+@pytest.mark.parametrize(("environment", "status"), [("frozen_lake", "ok"), (f"{HERE}.Silent", "problem")])
+def test_a_learned_rule_needs_an_environment_that_says_what_it_was_fitted_with(environment: str, status: str, tmp_path: Path) -> None:
+    fitted().save(tmp_path / "rule.json")
+    config = config_of(
+        environment__type=environment,
+        environment__max_steps=12,
+        train_env_manager__group_size=4,
+        gate={"model": str(tmp_path / "rule.json"), "floor": 0.8},
+    )
+    agentic_questions = AgenticQuestions(config)
+    list(agentic_questions.environment())
+    ((found, text),) = told(agentic_questions.gate())
+    assert found == status
+    assert "the learned rule rule.json, floor 0.8" in text
+    if status == "problem":
+        assert "it was fitted with is_admissible, progress, which this environment does not say" in text
 
 
 def test_a_gate_that_cannot_be_is_told_with_its_key() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.errors import GateError, RecordError
-from sluice.gate import FutilityKeeper, FutilityRule, Gate, GateKeeper
+from sluice.gate import FutilityKeeper, FutilityRule, Gate, GateKeeper, LearnedFutility, SequentialKeeper
 from sluice.gate.audit import drawn
 from sluice.records.checkpoints import decode, encode
 from sluice.scheduler import MachineGate, Scheduler, SchedulerConfig
@@ -21,6 +21,7 @@ from sluice.scheduler import events as ev
 from sluice.tasks import EpisodeTasks
 from sluice.types import Rollout, Verdict
 from tests.fakes import NO_FILTER, STD_FILTER, ListSource, MachinePlayer, make_filters, make_task
+from tests.gate.played_groups import HORIZON, fitted, played
 from tests.scheduler.test_trajectory_groups import DOMAIN, Trajectories
 
 SEED = 3
@@ -834,6 +835,49 @@ def test_a_keeper_of_another_kind_needs_only_the_methods() -> None:
     assert player.records[0].reason == "third"
     assert player.scheduler.metrics()["gate/mine"] == 1.0
     assert keeper.told["group_launched"] == 2
+
+
+def test_a_learned_rule_cuts_in_the_machine_what_it_cuts_alone() -> None:
+    """Groups that were played are played again, in lock step: the machine cuts a group exactly when a keeper that nobody disturbs does."""
+    settings: Any = {"group_size": 4, "horizon": HORIZON, "floor": 0.8, "audit_rate": 0.0}
+    gate = MachineGate(SequentialKeeper(fitted(), **settings), FutilityKeeper(LearnedFutility(fitted(), floor=0.8), audit_rate=1.0))
+    alone = SequentialKeeper(fitted(), **settings)
+    player = Gated.make(gate, query=NO_FILTER, group_size=4)
+    cut = 0
+    for seed in range(2000, 2030):
+        player.want(1)
+        (group_id,) = player.open_group_ids()
+        members = dict(zip(player.members(group_id), played(seed).members, strict=True))
+        alone.group_launched(seed)
+        expected = None
+        for step in range(1, HORIZON + 1):
+            for attempt_id, member in members.items():
+                if player.scheduler._groups.get(group_id) is None or step > len(member.steps):
+                    continue
+                one, before = member.steps[step - 1], "room 0" if step == 1 else str(member.steps[step - 2].reply)
+                is_last = step == len(member.steps)
+                told = {"reply": one.reply, "is_admissible": one.is_admissible, "progress": one.progress, "logprob": one.logprob}
+                alone.observe(seed, attempt_id, step, one.action, before, **told)
+                if is_last:
+                    alone.member_ended(seed, attempt_id, member.reward)
+                verdict = alone.decision(seed)
+                expected = expected or (verdict if verdict is not None and not verdict.keep else None)
+                if not is_last or expected is None:
+                    player.act(attempt_id, action=str(one.action), observation=before, is_last=is_last, **told)
+                if is_last and attempt_id in player.pending:
+                    player.end(attempt_id, reward=member.reward)
+        alone.group_ended(seed)
+        record = next((record for record in player.records if record.group_id == group_id), None)
+        assert (expected is None) == (record is None or record.outcome != "cut")
+        if expected is not None:
+            cut += 1
+            assert record is not None
+            assert record.reason == expected.reason == "predicted_equal"
+            assert expected.evidence.items() <= record.evidence.items()
+            for attempt_id in player.members(player.open_group_ids()[0]):
+                player.end(attempt_id, reward=0.0)
+        player.step()
+    assert cut >= 3
 
 
 # ---------------------------------------------------------------- every interleaving

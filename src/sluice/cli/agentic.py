@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -69,21 +69,31 @@ class AgenticQuestions:
             return
         from sluice.pipeline.gate import build_gate, horizon_of
 
-        build_gate(self.config)
-        horizon = horizon_of(self.config)
-        if gate.k is not None:
-            yield self._gate_of_groups(gate, gate.k, horizon)
+        built = build_gate(self.config)
+        assert built is not None
+        if gate.cuts_groups:
+            yield self._gate_of_groups(gate, horizon_of(self.config), getattr(built.groups, "inputs", ()))
         if gate.futility is not None:
             yield from self._futility(gate, gate.futility)
 
-    def _gate_of_groups(self, gate: GateConfig, k: int, horizon: int | None) -> Check:
+    def _gate_of_groups(self, gate: GateConfig, horizon: int | None, inputs: Collection[str]) -> Check:
+        """inputs: what a learned rule must be told at every step."""
+        at = "after several environment steps" if gate.k is None else f"after {gate.k} environment steps"
         rule = f"{gate.signal} < {gate.threshold:g}" if gate.rule is None else str(gate.rule["type"])
+        rule = rule if gate.model is None else f"the learned rule {gate.model.name}, floor {gate.floor:g}"
         then = "nothing is cut (shadow)" if gate.shadow else f"a cut group is {'replaced' if gate.on_cut == 'replace' else 'left out'}"
         audits = "" if gate.shadow else f", {gate.audit_rate:.0%} of them run on and tell"
         held = "" if gate.hold_precision is None else f", precision held above {gate.hold_precision:g}"
         of = "" if horizon is None else f" of at most {horizon}"
-        told = f"groups are looked at after {k} environment steps{of}: {rule}; {then}{audits}{held}"
-        is_published = gate.rule is None and "threshold" not in gate.model_fields_set
+        told = f"groups are looked at {at}{of}: {rule}; {then}{audits}{held}"
+        info = None if self._first is None else self._first.info
+        if info is not None:
+            says = {"is_admissible": info.admissible_commands, "progress": info.progress}
+            missing = [name for name, value in says.items() if name in inputs and value is None]
+            if missing:
+                remedy = f"it was fitted with {', '.join(missing)}, which this environment does not say: fit it without"
+                return problem("gate", told, remedy)
+        is_published = gate.model is None and gate.rule is None and "threshold" not in gate.model_fields_set
         if is_published and gate.hold_precision is None and not gate.shadow:
             remedy = "set gate.shadow first and see gate/precision, or set gate.hold_precision"
             return warning("gate", f"{told}\nthe threshold was fitted to another model and environment", remedy)
@@ -92,7 +102,9 @@ class AgenticQuestions:
     def _futility(self, gate: GateConfig, futility: FutilityConfig) -> Iterator[Check]:
         signs = futility.model_dump(include={"steps", "loops", "invalid_actions", "progress_steps"}, exclude_none=True)
         audits = "nobody is stopped (shadow)" if gate.shadow else f"{futility.audit_rate:.0%} of them run on and tell"
-        told = f"trajectories are stopped by {', '.join(f'{name} {value}' for name, value in signs.items())}; {audits}"
+        by = ", ".join(f"{name} {value}" for name, value in signs.items())
+        by = by if futility.model is None else f"the learned rule {futility.model.name}, floor {futility.floor:g}"
+        told = f"trajectories are stopped by {by}; {audits}"
         info = None if self._first is None else self._first.info
         if info is not None and info.progress is None and futility.progress_steps is not None:
             yield problem("gate", told, "progress_steps needs an environment that tells its progress, and this one does not: leave it out")

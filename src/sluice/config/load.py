@@ -1,7 +1,7 @@
 """From a YAML file and overrides to a configuration that can run, or one error that names everything wrong with it.
 
 Order: read the file, put the overrides over it, choose the models by `pipeline`, resolve paths, validate, then the rules across keys.
-Relative paths of the model, the data and the game files of an environment start at the folder of the file that names them (an override's
+Relative paths of models, data and the game files of an environment start at the folder of the file that names them (an override's
 at the current folder); `records.root` and what the `args` of an environment of the user's own hold start at the current folder, where its
 module is found too.
 """
@@ -142,6 +142,11 @@ def _path_keys(data: Mapping[str, Any]) -> Iterable[KeyPath]:
         for index, source in enumerate(sources if isinstance(sources, list) else []):
             if isinstance(source, dict) and _is_path(source.get("path")):
                 yield ("tasks", side, index, "path")
+    gate = data.get("gate")
+    futility = gate.get("futility") if isinstance(gate, dict) else None
+    for at, section in ((("gate",), gate), (("gate", "futility"), futility)):
+        if isinstance(section, dict) and _is_path(section.get("model")):
+            yield (*at, "model")
     for key in ("environment", "val_environment"):
         environment = data.get(key)
         if isinstance(environment, dict):

@@ -87,6 +87,7 @@ class MemberKeeper(Protocol):
         action: Any = None,
         *,
         reward: Any = 0.0,
+        logprob: float | None = None,
     ) -> bool:
         """A member took an environment step, which was answered with `observation`, and goes on: whether it is stopped. 0: the reset."""
 
@@ -190,7 +191,15 @@ class MachineGate:
             before = event.progress if event.progress_before is None else event.progress_before
             members.observe(key, place, 0, event.observation, None, before)
         return members.observe(
-            key, place, event.env_step, event.reply, event.is_admissible, event.progress, event.action, reward=event.reward
+            key,
+            place,
+            event.env_step,
+            event.reply,
+            event.is_admissible,
+            event.progress,
+            event.action,
+            reward=event.reward,
+            logprob=event.logprob,
         )
 
     @_timed

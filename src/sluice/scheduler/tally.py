@@ -174,8 +174,8 @@ class Tally:
         reasons = {reason for _, reason in self.reasons}
         if "low_information" in {category for category, _ in self.reasons}:
             advice.append("loosen the filter that drops most, or choose easier or harder prompts")
-        if "converged_prefix" in reasons:
-            advice.append("lower gate.threshold, or set gate.shadow to see what it would cut")
+        if self.cut:
+            advice.append("let the gate cut less (gate.threshold, gate.floor), or set gate.shadow to see what it would cut")
         if "truncated" in reasons or "truncated" in self.members:
             limit = "the token limit (response_length, in an agentic run sequence_length)"
             advice.append(f"raise {limit}, or set resampling.truncated to 'keep'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 
 from sluice.config import AgenticConfig, parse_config, to_yaml
 from sluice.config.checks.gate import RULES, SIGNS
-from sluice.config.gate import FutilityConfig, GateConfig, Signal
+from sluice.config.gate import GateConfig, Signal
 from sluice.config.reading import parse_document
 from sluice.errors import ConfigError
-from sluice.gate import SIGNALS, FutilityRule
+from sluice.gate import SIGNALS, FutilityRule, LearnedFutility, SequentialKeeper
 from sluice.gate.rules import PUBLISHED_THRESHOLD
 from sluice.gate.rules import RULES as BUILT_IN
 from sluice.pipeline.gate import build_gate, horizon_of
 from tests.config.recipes import agentic, problems_of, smallest
+from tests.gate.played_groups import fitted
 
 K = {"k": 10}
 
@@ -59,8 +61,11 @@ def test_in_an_rlvr_recipe_it_says_where_it_belongs() -> None:
 @pytest.mark.parametrize(
     ("gate", "problem"),
     [
-        ({}, "gate: expected k, the environment step at which groups are looked at, or futility, got neither - give one, or delete gate"),
-        ({"threshold": 0.1}, "gate: expected k, the environment step at which groups are looked at, or futility, got neither"),
+        (
+            {},
+            "gate: expected k, the environment step at which groups are looked at, model or futility, got none - give one, or delete gate",
+        ),
+        ({"threshold": 0.1}, "gate: expected k, the environment step at which groups are looked at, model or futility, got none"),
         ({"k": 0}, "gate.k: expected a whole number >= 1"),
         ({"k": 2.5}, "gate.k: expected a whole number >= 1"),
         ({**K, "threshold": 1.5}, "gate.threshold: expected a number >= 0 and <= 1, got 1.5"),
@@ -99,7 +104,10 @@ def test_in_an_rlvr_recipe_it_says_where_it_belongs() -> None:
             "gate.window: must be at least 72 with gate.hold_precision 0.95, got 71: even if all of so few audited groups were right",
         ),
         ({**K, "hold_precision": 1.0}, "gate.hold_precision: expected a number > 0 and < 1 or null, got 1.0"),
-        ({**K, "futility": {}}, "gate.futility: expected at least one of steps, loops, invalid_actions, progress_steps, got none"),
+        (
+            {**K, "futility": {}},
+            "gate.futility: expected at least one of steps, loops, invalid_actions, progress_steps, or model, got none",
+        ),
         ({"futility": {"steps": 0}}, "gate.futility.steps: expected a whole number >= 1"),
         ({"futility": {"loops": 1}}, "gate.futility.loops: expected a whole number >= 2"),
         ({"futility": {"step": 4}}, "gate.futility.step: unknown key - did you mean steps?"),
@@ -107,6 +115,48 @@ def test_in_an_rlvr_recipe_it_says_where_it_belongs() -> None:
 )
 def test_what_cannot_be_is_told_while_loading(gate: Any, problem: str) -> None:
     assert any(problem in told for told in refused(gate)), refused(gate)
+
+
+@pytest.mark.parametrize(
+    ("gate", "problem"),
+    [
+        ({"k": 10, "model": "rule.json"}, "gate.k: excludes model, which looks at steps of its own - delete one of the two"),
+        ({"model": "rule.json", "threshold": 0.1}, "gate.threshold: has no effect because gate.model is given, and decides alone"),
+        ({"k": 10, "floor": 0.9}, "gate.floor: has no effect because gate.model is not given - delete it, or give it"),
+        ({"futility": {"model": "rule.json", "steps": 4}}, "gate.futility.model: excludes steps: a model decides alone"),
+        ({"futility": {"steps": 4, "floor": 0.9}}, "gate.futility.floor: has no effect because gate.futility.model is not given"),
+        ({"model": "rule.json", "floor": 1.0}, "gate.floor: expected a number > 0 and < 1"),
+    ],
+)
+def test_a_learned_rule_stands_alone(gate: Any, problem: str) -> None:
+    (found,) = refused(gate)
+    assert found.startswith(problem)
+
+
+def test_a_learned_rule_is_found_beside_the_recipe_and_fits_its_groups_or_is_refused(tmp_path: Path) -> None:
+    rule = fitted()
+    rule.save(tmp_path / "rule.json")
+    data = agentic(gate={"model": "rule.json", "floor": 0.8, "futility": {"model": "rule.json", "floor": 0.8}})
+    data["environment"]["args"] = {"max_steps": rule.horizon}
+    data["train_env_manager"]["group_size"] = rule.group_size
+    config = parse_config(data, folder=tmp_path)
+    assert isinstance(config, AgenticConfig)
+    assert config.gate is not None
+    assert config.gate.model == tmp_path / "rule.json"
+    built = build_gate(config)
+    assert built is not None
+    assert isinstance(built.groups, SequentialKeeper)
+    assert isinstance(built.members.rule, LearnedFutility)  # type: ignore[union-attr]
+    data["environment"]["args"] = {"max_steps": rule.horizon + 1}
+    with pytest.raises(ConfigError, match=r"gate\.model: expected groups as those it was fitted on, with horizon"):
+        build_gate(parse_config(data, folder=tmp_path))  # type: ignore[arg-type]
+    data["environment"] = {"type": "my.Environment"}
+    with pytest.raises(ConfigError, match=r"gate\.model: expected a known step limit"):
+        build_gate(parse_config(data, folder=tmp_path))  # type: ignore[arg-type]
+    data["gate"]["model"] = "elsewhere.json"
+    data["environment"]["max_steps"] = rule.horizon
+    with pytest.raises(ConfigError, match=r"gate\.model: expected a file, got .*elsewhere\.json"):
+        build_gate(parse_config(data, folder=tmp_path))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [{"environment__max_steps": 10}, {"dialogue__max_turns": 10}])
@@ -219,7 +269,3 @@ def test_a_window_that_loads_is_one_that_the_keeper_takes(hold: float, confidenc
         assert [problem.partition(":")[0] for problem in refused(gate)] == ["gate.window"]
         return
     assert build_gate(loaded(gate)) is not None
-
-
-def test_every_key_has_its_meaning_beside_it() -> None:
-    assert set(FutilityConfig.model_fields) == {*SIGNS, "audit_rate", "window"}

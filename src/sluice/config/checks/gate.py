@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sluice.config.agentic import AgenticConfig
 from sluice.config.checks.finding import Finding, Reason, idle
-from sluice.config.gate import GateConfig
+from sluice.config.gate import FutilityConfig, GateConfig
 from sluice.config.problems import KeyPath, dotted, suggestion, told
 
 RULES: Final = ("by_task_type", "or_termination", "single_axis")  # the built-in rules
@@ -28,14 +28,17 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
     gate = config.gate
     if gate is None:
         return
-    if gate.k is None and gate.futility is None:
-        message = "expected k, the environment step at which groups are looked at, or futility, got neither - give one, or delete gate"
+    if not gate.cuts_groups and gate.futility is None:
+        message = "expected k, the environment step at which groups are looked at, model or futility, got none - give one, or delete gate"
         yield Finding(path=_GATE, message=message)
+    if gate.k is not None and gate.model is not None:
+        yield Finding(
+            path=_K, reads=((*_GATE, "model"),), message="excludes model, which looks at steps of its own - delete one of the two"
+        )
     yield from _check_horizon(config, gate)
-    if gate.futility is not None and all(getattr(gate.futility, sign) is None for sign in SIGNS):
-        message = f"expected at least one of {', '.join(SIGNS)}, got none - give steps (6 to 8 is careful), or delete futility"
-        yield Finding(path=_FUTILITY, message=message)
-    if gate.k is not None:
+    if gate.futility is not None:
+        yield from _check_signs(gate.futility)
+    if gate.cuts_groups:
         yield from _check_audit(gate)
         if gate.rule is not None:
             yield from _check_rule((*_GATE, "rule"), gate.rule)
@@ -48,11 +51,14 @@ def without_effect(config: AgenticConfig) -> Iterator[Finding]:
     gate = config.gate
     if gate is None:
         return
-    if gate.k is None:
-        for name in ("threshold", "signal", "rule", "on_cut", "barrier", "audit_rate", "hold_precision", "most_scale", "window"):
+    if not gate.cuts_groups:
+        names = ("threshold", "signal", "rule", "floor", "on_cut", "barrier", "audit_rate", "hold_precision", "most_scale", "window")
+        for name in names:
             yield idle((*_GATE, name), Reason(_K, "not given, so that no group is looked at", "give k"))
     else:
         yield from _idle_of_groups(config, gate)
+    if gate.futility is not None and gate.futility.model is None:
+        yield idle((*_FUTILITY, "floor"), Reason((*_FUTILITY, "model"), "not given", "give it"))
     yield from _idle_audit(gate)
 
 
@@ -77,6 +83,16 @@ def _check_horizon(config: AgenticConfig, gate: GateConfig) -> Iterator[Finding]
                 message=f"must be below {dotted(path)} ({horizon}), where every trajectory ends, got {value}: nothing is left to save "
                 "there - lower it",
             )
+
+
+def _check_signs(futility: FutilityConfig) -> Iterator[Finding]:
+    given = [sign for sign in SIGNS if getattr(futility, sign) is not None]
+    if futility.model is None and not given:
+        message = f"expected at least one of {', '.join(SIGNS)}, or model, got none - give steps (6 to 8 is careful), or delete futility"
+        yield Finding(path=_FUTILITY, message=message)
+    elif futility.model is not None and given:
+        message = f"excludes {given[0]}: a model decides alone - delete one of the two"
+        yield Finding(path=(*_FUTILITY, "model"), reads=((*_FUTILITY, given[0]),), message=message)
 
 
 def _check_audit(gate: GateConfig) -> Iterator[Finding]:
@@ -159,9 +175,14 @@ def _check_barrier(config: AgenticConfig) -> Iterator[Finding]:
 
 
 def _idle_of_groups(config: AgenticConfig, gate: GateConfig) -> Iterator[Finding]:
-    if gate.rule is not None:
-        for name in ("threshold", "signal"):
-            yield idle((*_GATE, name), Reason((*_GATE, "rule"), "given, and decides alone", "delete rule"))
+    if gate.model is not None:
+        for name in ("threshold", "signal", "rule"):
+            yield idle((*_GATE, name), Reason((*_GATE, "model"), "given, and decides alone", "delete model"))
+    else:
+        yield idle((*_GATE, "floor"), Reason((*_GATE, "model"), "not given", "give it"))
+        if gate.rule is not None:
+            for name in ("threshold", "signal"):
+                yield idle((*_GATE, name), Reason((*_GATE, "rule"), "given, and decides alone", "delete rule"))
     if gate.shadow:
         for name in ("on_cut", "barrier"):
             yield idle((*_GATE, name), Reason(_SHADOW, "true: nothing is cut", "set shadow to false"))
@@ -173,18 +194,18 @@ def _idle_of_groups(config: AgenticConfig, gate: GateConfig) -> Iterator[Finding
 
 def _idle_audit(gate: GateConfig) -> Iterator[Finding]:
     futility = gate.futility
-    groups_tell = gate.k is not None and (gate.shadow or gate.audit_rate > 0)
+    groups_tell = gate.cuts_groups and (gate.shadow or gate.audit_rate > 0)
     members_tell = futility is not None and (gate.shadow or futility.audit_rate > 0)
     if gate.shadow:
-        if gate.k is not None:
+        if gate.cuts_groups:
             yield idle(_AUDIT, Reason(_SHADOW, "true, where every group tells", "set shadow to false"))
         yield from _idle_futility(gate, "audit_rate", Reason(_SHADOW, "true, where every member tells", "set shadow to false"))
-    if gate.k is not None and not groups_tell:
+    if gate.cuts_groups and not groups_tell:
         yield idle((*_GATE, "window"), Reason(_AUDIT, "0, so that no group tells", "raise it"))
     if not members_tell:
         yield from _idle_futility(gate, "window", Reason((*_FUTILITY, "audit_rate"), "0, so that no member tells", "raise it"))
     if not groups_tell and not members_tell:
-        cause = _AUDIT if gate.k is not None else (*_FUTILITY, "audit_rate")
+        cause = _AUDIT if gate.cuts_groups else (*_FUTILITY, "audit_rate")
         yield idle((*_GATE, "confidence"), Reason(cause, "0, so that there is nothing to have an interval of", "raise it"))
 
 
