@@ -14,7 +14,7 @@ import sluice.roll
 from sluice.config import AgenticConfig, RlvrConfig, load_config, parse_config
 from sluice.execution.clock import run
 from sluice.rewards.base import Score
-from sluice.roll import adapt_group_filter
+from sluice.roll import adapt_group_filter, members_of
 from tests.config.recipes import smallest
 from tests.execution.test_loops import fill
 from tests.execution.test_shell import FunctionScorer
@@ -64,6 +64,13 @@ def test_the_group_filter_of_the_page_works_as_written() -> None:
     hung = two().rollouts[0], trajectory(1, turn([5], [7], 0.0), flags=frozenset({"env_timeout"}))
     assert not train.judge(group_of(*hung))
     assert adapt_group_filter(written("MyGroupFilter")(config, manager, "val")).judge(group_of(*hung))
+
+
+def test_our_filter_inside_roll_works_as_written() -> None:
+    inside = written("InsideRoll")(None, None, "train")
+    members = [members_of(two(rewards)) for rewards in ((1.0, 0.0), (1.0, 1.0))]
+    assert [inside.filter(0, 0, group) for group in members] == [False, True]
+    assert written("InsideRoll")(None, None, "val").filter(0, 0, members[1]) is False
 
 
 @pytest.mark.parametrize("name", ["MyRolloutLoop", "OnlyShort"])

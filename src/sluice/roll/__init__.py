@@ -10,6 +10,7 @@
     group_filter.py  GroupFilter (True drops), and what turns a class of that form into one of ours
     queue.py         a GroupQueue of DataProto, for environment managers of one's own
     correction.py    the train-infer correction on a DataProto
+    inside.py        the other way round: our filters inside ROLL
     scope.py         which group the running code belongs to
 
 Names load on first use, and torch and tensordict with them. What is another way here than in ROLL, and how to move, is in docs/roll.md. A
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sluice.roll.filters import response_filter as response_filter
     from sluice.roll.group_filter import GroupFilter as GroupFilter
     from sluice.roll.group_filter import adapt_group_filter as adapt_group_filter
+    from sluice.roll.inside import FilterForRoll as FilterForRoll
     from sluice.roll.loop import UserDefinedRolloutLoop as UserDefinedRolloutLoop
     from sluice.roll.loop import adapt_loop as adapt_loop
     from sluice.roll.members import member_of as member_of
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "DataProto": "data",
     "DataProtoItem": "data",
+    "FilterForRoll": "inside",
     "GroupFilter": "group_filter",
     "InProcessStore": "remote",
     "RemoteStore": "remote",

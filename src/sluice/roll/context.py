@@ -195,7 +195,8 @@ class RolloutContext:
     @property
     def may_become_whole(self) -> bool:
         """Whether the members whose rounds are not used up are still enough for a group."""
-        return self._context.group_size - len(self._lost) >= self._context.min_members
+        size = self._context.group_size
+        return size - sum(member_index < size for member_index in self._lost) >= self._context.min_members
 
     @property
     def judged(self) -> tuple[Verdict, tuple[Rollout, ...]] | None:

@@ -1,0 +1,135 @@
+"""Our filters inside ROLL: one object with the two calls that ROLL makes, on ROLL's own data.
+
+    from sluice.filters import RatioGuard
+    from sluice.roll import FilterForRoll
+
+    chosen = FilterForRoll({"type": "std_filter"}, guard=RatioGuard(max_filter_ratio=0.5))
+
+    class MyGroupFilter:                                 # train_env_manager.group_filter_cls of ROLL
+        def __init__(self, config, env_manager_config, mode):
+            self.mode = mode
+
+        def filter(self, group_id, episode_id, group):   # True drops
+            return self.mode == "train" and chosen.filter(group_id, episode_id, group)
+
+It reads `batch`, `non_tensor_batch` and `meta_info` by their names and imports neither ROLL nor torch, so that it takes DataProto of ROLL,
+of verl's form, and ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, Final
+
+import numpy as np
+
+from sluice.config import EnvManagerConfig, FilterConfig
+from sluice.errors import FilterError
+from sluice.filters import QueryFilter, RatioGuard, build_group_filter
+from sluice.filters.base import Filter
+from sluice.types import Failure, Flag, Group, Rollout, Task, Turn, Verdict
+
+FLAGS: Final[tuple[Flag, ...]] = ("env_timeout", "env_failed", "drop_flag")
+
+FEWEST: Final = 2  # members of a group that can be compared
+
+_NOTHING: Final = np.zeros(0, dtype=np.int64)
+
+
+class FilterForRoll:
+    """A filter of ours as ROLL asks: `filter` for trajectory groups (True drops), `query_filter` for responses (True keeps)."""
+
+    def __init__(self, given: QueryFilter | Mapping[str, Any], *, group_size: int | None = None, guard: RatioGuard | None = None) -> None:
+        """given: a filter, or the configuration of a group filter. group_size: of a whole group, for `missing_member`; None: as many as
+        come, and two at least. guard: bounds the share of judged groups that are dropped. Raises `ConfigError` for a configuration that cannot be.
+        """
+        if isinstance(given, Filter):
+            self._filter: QueryFilter = given
+        else:
+            manager = EnvManagerConfig(group_size=group_size or FEWEST, group_filter_config=FilterConfig.model_validate(given))
+            self._filter = build_group_filter(manager, mode="train", where="FilterForRoll", min_members=None)
+        self._guard = guard
+
+    def filter(self, group_id: int, episode_id: int, group: Sequence[Any]) -> bool:
+        """Whether to drop the trajectories of a group, one item each, of one row or one for each step; None: missing. True drops."""
+        return not self.verdict_on(group, name=f"g{group_id}/e{episode_id}").keep
+
+    def query_filter(self, data_list: Sequence[Any], config: object = None) -> bool:
+        """Whether to keep the responses to one prompt, of any number of rows an item. True keeps. A single response is kept unseen."""
+        rewards = [float(reward) for item in data_list for reward in _flat(item, "response_level_rewards")]
+        if len(rewards) == 1:
+            return True
+        return self._judged([_rollout(index, reward, None) for index, reward in enumerate(rewards)], "query").keep
+
+    def verdict_on(self, group: Sequence[Any], *, name: str = "group") -> Verdict:
+        """The verdict on trajectories, with its reason and category."""
+        return self._judged([_rollout(index, None if item is None else _reward_of(item), item) for index, item in enumerate(group)], name)
+
+    def _judged(self, rollouts: list[Rollout], name: str) -> Verdict:
+        if not rollouts:
+            raise FilterError("expected the members of a group, got none - a group has at least one")
+        group = Group(
+            group_id=0,
+            task=Task(task_id=name, domain="roll", prompt="", prompt_ids=_NOTHING),
+            rollouts=tuple(rollouts),
+            start_step=0,
+            round=1,
+            epoch=0,
+            counted=(True,) * len(rollouts),
+        )
+        verdict = self._filter.judge(group)
+        return verdict if self._guard is None else self._guard.admit(verdict)
+
+
+def _rollout(index: int, reward: float | None, item: Any) -> Rollout:
+    """A member as filters know it. item None: nothing is known but its reward, or it is missing."""
+    notes: Mapping[str, Any] = {} if item is None else item.meta_info
+    value = reward if reward is not None and math.isfinite(reward) else None
+    sampled = 0 if item is None or not _has(item, "response_mask") else int(sum(_flat(item, "response_mask")))
+    tokens = np.zeros(sampled, dtype=np.int64)
+    turn = Turn(
+        prompt_ids=_NOTHING,
+        token_ids=tokens,
+        inference_logprobs=np.zeros(sampled, dtype=np.float32),
+        text="",
+        finish_reason="stop",
+        policy_version=0,
+    )
+    metrics = notes.get("metrics") or {}
+    return Rollout(
+        attempt_id=index,
+        group_id=0,
+        member_index=index,
+        task_id="",
+        turns=() if item is None and reward is None else (turn,),
+        finish_reason="stop",
+        reward=value,
+        metrics={str(key): float(number) for key, number in metrics.items() if isinstance(number, Real)},
+        failure=None if value is not None else Failure(cause="infrastructure", reason="reward_missing"),
+        flags=frozenset(flag for flag in FLAGS if notes.get(flag)),
+    )
+
+
+def _reward_of(item: Any) -> float:
+    """The outcome of a trajectory: what stands in `response_level_rewards`, else in `episode_scores`, else the sum of `scores`."""
+    if _has(item, "response_level_rewards"):
+        return math.fsum(_flat(item, "response_level_rewards"))
+    episode = item.non_tensor_batch.get("episode_scores")
+    if episode is not None:
+        return float(episode[0])
+    if _has(item, "scores"):
+        return math.fsum(_flat(item, "scores"))
+    names = sorted(map(str, item.batch.keys()))
+    raise FilterError(f"expected response_level_rewards, episode_scores or scores in a trajectory, got {names} - say what it earned")
+
+
+def _has(item: Any, name: str) -> bool:
+    return item.batch is not None and name in set(item.batch.keys())
+
+
+def _flat(item: Any, name: str) -> list[float]:
+    """All values of a tensor of the batch, as numbers of Python's own."""
+    values: list[float] = item.batch[name].reshape(-1).tolist()
+    return values

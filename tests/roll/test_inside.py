@@ -1,0 +1,85 @@
+"""Our filters inside ROLL: the same verdicts, on data of ROLL's form, in ROLL's polarity."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.errors import ConfigError, FilterError
+from sluice.filters import RatioGuard, build_query_filter
+from sluice.roll import DataProto, FilterForRoll
+from tests.roll.test_filters import FILTERS, REWARDS, row
+from tests.roll.test_group_filter import WIDTH, members_of, two
+
+
+def foreign(reward: float, **meta_info: Any) -> Any:
+    """An item that is no DataProto of ours: the same three attributes."""
+    return SimpleNamespace(batch={"response_level_rewards": torch.tensor([reward])}, non_tensor_batch={}, meta_info=meta_info)
+
+
+@given(rewards=REWARDS, chosen=FILTERS, is_foreign=st.booleans())
+def test_both_calls_say_what_the_filter_says_each_in_its_polarity(rewards: list[float], chosen: dict[str, Any], is_foreign: bool) -> None:
+    exact = [float(np.float32(reward)) for reward in rewards]
+    expected = build_query_filter(chosen).judge(exact)
+    items = [foreign(reward) for reward in rewards] if is_foreign else [row(reward) for reward in rewards]
+    for given_filter in (chosen, build_query_filter(chosen)):
+        inside = FilterForRoll(given_filter)
+        assert inside.query_filter(items) is expected.keep
+        assert inside.filter(3, 2, items) is not expected.keep
+        verdict = inside.verdict_on(items)
+        assert (verdict.keep, verdict.reason, verdict.category) == (expected.keep, expected.reason, expected.category)
+
+
+def test_one_element_that_holds_a_whole_group_is_judged() -> None:
+    same = DataProto.concat([row(1.0), row(1.0)])
+    assert not FilterForRoll({"type": "std_filter"}).query_filter([same], "any configuration")
+    assert FilterForRoll({"type": "std_filter"}).query_filter([row(1.0)])
+
+
+def test_faults_missing_members_and_metrics_are_read_from_the_notes() -> None:
+    filters = [{"type": "missing_member"}, {"type": "env_timeout"}, {"type": "env_failed"}]
+    inside = FilterForRoll({"type": "all", "filter_args": {"filters": filters}}, group_size=2)
+    assert not inside.filter(0, 0, [foreign(1.0), foreign(0.0)])
+    assert inside.verdict_on([foreign(1.0), foreign(0.0, env_timeout=True)]).reason == "env_timeout"
+    assert inside.verdict_on([foreign(1.0), foreign(0.0, env_failed=True)]).reason == "env_failed"
+    assert inside.verdict_on([foreign(1.0), None]).reason == "missing_member"
+    assert inside.verdict_on([foreign(1.0)]).reason == "missing_member"
+    assert FilterForRoll({"type": "std_filter"}).verdict_on([foreign(1.0), None]).reason == "incomplete"
+    accurate = FilterForRoll({"type": "std_filter", "metric": "acc"})
+    assert not accurate.filter(0, 0, [foreign(1.0, metrics={"acc": 1, "name": "x"}), foreign(1.0, metrics={"acc": 0.0})])
+
+
+def test_the_guard_bounds_what_is_dropped() -> None:
+    inside = FilterForRoll({"type": "std_filter"}, guard=RatioGuard(max_filter_ratio=0.5))
+    same = [foreign(1.0), foreign(1.0)]
+    assert [inside.filter(0, episode, same) for episode in range(6)] == [False, True] * 3
+
+
+def test_the_outcome_of_a_trajectory_is_read_where_it_stands() -> None:
+    def item(scores: list[float], **columns: Any) -> Any:
+        return SimpleNamespace(batch={"scores": torch.tensor([scores])}, non_tensor_batch=columns, meta_info={})
+
+    spread = FilterForRoll({"type": "std_filter"})
+    assert spread.filter(0, 0, [item([0.0, 1.0]), item([1.0, 0.0])])
+    assert not spread.filter(0, 0, [item([0.0, 1.0]), item([0.0, 0.0])])
+    assert spread.filter(0, 0, [item([0.0], episode_scores=np.array([2.0], dtype=object)) for _ in range(2)])
+    with pytest.raises(FilterError, match=r"expected response_level_rewards, episode_scores or scores in a trajectory, got \['ids'\]"):
+        spread.filter(0, 0, [SimpleNamespace(batch={"ids": torch.zeros(1)}, non_tensor_batch={}, meta_info={})] * 2)
+
+
+def test_members_of_our_own_runs_are_read_as_well() -> None:
+    assert not FilterForRoll({"type": "std_filter"}).filter(0, 0, members_of(two(), sequence_length=WIDTH))
+    assert FilterForRoll({"type": "std_filter"}).filter(0, 0, members_of(two((1.0, 1.0)), sequence_length=WIDTH))
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(ConfigError, match="std_filtr"):
+        FilterForRoll({"type": "std_filtr"})
+    with pytest.raises(FilterError, match="expected the members of a group, got none"):
+        FilterForRoll({"type": "std_filter"}).filter(0, 0, [])
