@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import RepeatSampler
 
@@ -23,6 +23,7 @@ def drawn(stream: PromptStream, number: int) -> list[str]:
     return [stream.draw()[0].prompt for _ in range(number)]
 
 
+@settings(max_examples=15)
 @given(st.integers(1, 9), st.integers(0, 3), st.booleans())
 def test_prompts_come_in_the_order_of_trls_sampler_epoch_by_epoch(rows: int, seed: int, shuffle: bool) -> None:
     sampler = RepeatSampler(range(rows), mini_repeat_count=1, batch_size=1, shuffle=shuffle, seed=seed)
@@ -30,6 +31,7 @@ def test_prompts_come_in_the_order_of_trls_sampler_epoch_by_epoch(rows: int, see
     assert drawn(PromptStream(data(rows), shuffle=shuffle, seed=seed), 3 * rows) == expected
 
 
+@settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(0, 20), st.data())
 def test_a_stream_goes_on_where_its_state_was_taken(rows: int, before: int, choose: st.DataObject) -> None:
     whole, first = (PromptStream(data(rows), shuffle=True, seed=1) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What `torchrun` starts twice: a short training run, of which each process writes down what it trained on. Arguments: model, output."""
+"""A short run for two processes, as `torchrun` starts them: each writes down what it trained on. Arguments: model, output."""
 
 from __future__ import annotations
 

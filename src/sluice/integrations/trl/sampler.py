@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 
 from sluice.advantage import group_relative
-from sluice.errors import RecordError, TrainerError
+from sluice.errors import RecordError, ResampleError, TrainerError
 from sluice.filters import filters_state, load_filters_state
 from sluice.integrations.judging import Member, rollout_of
 from sluice.integrations.rounds import Filled, RoundPlayer
@@ -37,6 +37,8 @@ _TOTALS: Final = ("ledger/tokens/", "ledger/useful_token_yield", "scheduler/reje
 _ALWAYS: Final = frozenset(
     {"ledger/tokens/total", "ledger/tokens/trained", "ledger/tokens/dropped"}
 )  # of outcomes, also those without a token
+
+_NAMES: Final = {"resampling.": "DynamicSampling.", "guard.": "DynamicSampling.guard.", "response_length": "max_completion_length"}
 
 
 class Backend(Protocol):
@@ -138,7 +140,10 @@ class BatchSampler:
         if rows % self.group_size:
             raise TrainerError(f"expected a batch of whole groups of {self.group_size}, got {rows} rows - see generation_batch_size")
         self._rows = {}
-        filled = self._player.fill(rows // self.group_size)
+        try:
+            filled = self._player.fill(rows // self.group_size)
+        except ResampleError as error:
+            raise ResampleError(_in_trls_words(str(error))) from None
         chosen = self._choose(filled, rows)
         rewards = [math.nan if row.is_neutral else reward for row, reward in zip(chosen, self.total(chosen), strict=True)]
         group_ids = [index // self.group_size for index in range(rows)]
@@ -270,7 +275,7 @@ class BatchSampler:
 
     def _warn(self, message: str) -> None:
         if self._trainer.accelerator.is_main_process:
-            logger.warning(message)
+            logger.warning(_in_trls_words(message))
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -291,6 +296,13 @@ class BatchSampler:
         self.machine.load_state_dict(state["machine"], {})
         load_filters_state(self._filters, state["filters"])
         self._padding_tokens = int(state["padding_tokens"])
+
+
+def _in_trls_words(message: str) -> str:
+    """The settings of a recipe by the names that they have here."""
+    for ours, theirs in _NAMES.items():
+        message = message.replace(ours, theirs)
+    return message
 
 
 def _uncounted(row: Row) -> Row:
