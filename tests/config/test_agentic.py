@@ -73,6 +73,8 @@ def test_the_full_example_gives_every_key_of_its_own_another_value_than_the_defa
                 "rule",
                 "barrier",
                 "shadow",
+                "model",
+                "floor",
             ):
                 continue  # each excludes another key of the example
             if section is config.val_env_manager and name in ("group_size_redundancy", "max_traj_per_env"):
