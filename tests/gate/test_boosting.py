@@ -69,6 +69,14 @@ def test_rows_that_nothing_tells_apart_get_their_share() -> None:
     assert 0.99 < sure < 1, "and never certainty"
 
 
+def test_where_no_question_helps_none_is_asked() -> None:
+    """A feature that says nothing: with such a penalty every cut costs more than it gains."""
+    rows = np.arange(16.0)[:, None]
+    trees = fit_trees(rows, np.arange(16) % 2 == 0, how=Boosting(trees=3, depth=2, share=1.0, columns=1.0, penalty=1000.0))
+    assert trees.chances(rows) == pytest.approx(np.full(16, 0.5), abs=0.01)
+    assert Trees.from_data(json.loads(json.dumps(trees.as_data(), allow_nan=False))).log_odds(rows) == pytest.approx(trees.log_odds(rows))
+
+
 def test_what_is_no_data_is_refused() -> None:
     rows, is_true = data(0, 30)
     trees = fit_trees(rows, is_true, how=SMALL)

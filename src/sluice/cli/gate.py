@@ -1,4 +1,5 @@
 """`sluice gate`: does the gate pay on recorded groups, and with which rule. `sweep` shows all of them, `fit` chooses one.
+`learn` (gate_learn.py) fits one that looks again and again.
 
 To add a command, or another kind of rule to `fit`: the options are declared once below, a report is made by `sluice.analysis.sweep`, and
 `_finish` prints and writes it.
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from sluice.cli.gate_learn import learn
 from sluice.cli.reporting import FAILED, reported, unless_nobody_reads
 from sluice.errors import AnalysisError
 
@@ -27,6 +29,7 @@ gate_app = typer.Typer(
     help="On recorded groups: what the selective-rollout gate would have cut and saved, how often rightly, and which threshold to set.",
     no_args_is_help=True,
 )
+gate_app.command()(learn)
 
 Recorded = Annotated[
     list[Path],

@@ -22,6 +22,8 @@ from sluice.errors import GateError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_NOBODY: Final = 1e300  # above every feature
+
 _ROWS_AT_ONCE: Final = 2048  # their answers stay in the processor's cache
 
 BINS: Final = 32  # thresholds are looked for between so many quantiles of a feature
@@ -131,9 +133,10 @@ def fit_trees(
         leaves = 1 << how.depth
         answers = how.rate * np.bincount(places, slope[seen], leaves) / (np.bincount(places, bend[seen], leaves) + how.penalty / 4)
         odds += answers[whole]
-        found.append((features, [float(edges[feature][cut]) for feature, cut in zip(features, cuts, strict=True)], answers))
+        thresholds = [_threshold(edges[feature], cut) for feature, cut in zip(features, cuts, strict=True)]
+        found.append((features, thresholds, answers))
     if not found:  # nothing tells the rows apart
-        found = [([0] * how.depth, [0.0] * how.depth, np.zeros(1 << how.depth))]
+        found = [([0] * how.depth, [_NOBODY] * how.depth, np.zeros(1 << how.depth))]
     return Trees(
         features=np.array([one[0] for one in found], dtype=np.int64),
         thresholds=np.array([one[1] for one in found]),
@@ -147,6 +150,11 @@ def sigmoid(odds: Floats) -> Floats:
     """Chances of log-odds, within (0, 1) and without overflow."""
     chances: Floats = 1 / (1 + np.exp(-np.clip(odds, -35.0, 35.0)))
     return chances
+
+
+def _threshold(edges: Floats, cut: int) -> float:
+    """Of a cut between bins. A level that no question helps asks one that nobody answers with yes."""
+    return float(edges[cut]) if cut < len(edges) else _NOBODY
 
 
 def _edges(column: Floats) -> Floats:

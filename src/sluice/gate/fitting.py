@@ -36,6 +36,9 @@ GROUPS: Final = Boosting(trees=100, depth=3, rate=0.06, share=0.8)
 FEWEST: Final = 20
 """Groups of each outcome below which nothing is fitted. A bound near a usual floor needs many more."""
 
+FLOORS: Final = (0.8, 0.9, 0.95, 0.98)
+"""Floors for which the provenance of a rule tells what it would have done."""
+
 FIRST_LOOK: Final = 4
 """Environment steps before a group is looked at, unless it is said otherwise: before that nothing is known."""
 
@@ -74,11 +77,13 @@ def fit_learned(
         is_out = fold_of[table.group_of] == fold
         chances[is_out] = fit_trees(table.rows[~is_out], table.earns[~is_out], how=members, seed=seed + fold).chances(table.rows[is_out])
     of_members = calibrate(1.0 - chances, table.unit_of, ~table.earns, table.group_of_unit, confidence)
+    all_steps = sum(group.env_steps for group in groups)
+    outcomes = _outcomes_of_stops(of_members, table, 1.0 - chances, all_steps)
     if futility_floor is not None:
         groups = _stopped(groups, table, 1.0 - chances, threshold(of_members, futility_floor))
         _check(groups, horizon, wanted, folds)
 
-    rows, group_of = _looks(groups, horizon, given, wanted, table, chances)
+    rows, group_of, at = _looks(groups, horizon, given, wanted, table, chances)
     is_equal = np.array([group.is_equal for group in groups])
     target = is_equal[group_of]
     scores = np.empty(len(rows))
@@ -86,6 +91,7 @@ def fit_learned(
         is_out = fold_of[group_of] == fold
         scores[is_out] = fit_trees(rows[~is_out], target[~is_out], how=of_groups, seed=seed + fold).chances(rows[is_out])
     of_group = calibrate(scores, group_of, target, None, confidence)
+    outcomes += _outcomes_of_cuts(of_group, groups, scores, group_of, at, all_steps)
 
     facts = {
         "groups": len(groups),
@@ -97,6 +103,7 @@ def fit_learned(
         "brier_of_members": _brier(of_members, 1.0 - chances, ~table.earns),
         "highest_bound_of_groups": of_group.most,
         "highest_bound_of_members": of_members.most,
+        "cross_fitted": outcomes,
     }
     return LearnedRule(
         inputs=given,
@@ -168,9 +175,9 @@ def _stopped(groups: Sequence[PlayedGroup], table: _Members, scores: Floats, lea
 
 def _looks(
     groups: Sequence[PlayedGroup], horizon: int, inputs: tuple[str, ...], steps: Sequence[int], table: _Members, chances: Floats
-) -> tuple[Floats, Ints]:
-    """[L, F] what the model of groups reads of every look at an open group, and [L] at which."""
-    rows, group_of = [], []
+) -> tuple[Floats, Ints, Ints]:
+    """[L, F] what the model of groups reads of every look at an open group, [L] at which, and [L] after which step."""
+    rows, group_of, at = [], [], []
     size = len(groups[0].members)
     for number, group in enumerate(groups):
         starts = table.starts[number * size : (number + 1) * size]
@@ -178,7 +185,39 @@ def _looks(
             running = np.array(look.running, dtype=np.int64)  # `looks` names members by their place
             rows.append(np.concatenate([look.of_group, of_chances(chances[starts[running] + look.step - 1])]))
             group_of.append(number)
-    return np.array(rows), np.array(group_of, dtype=np.int64)
+            at.append(look.step)
+    return np.array(rows), np.array(group_of, dtype=np.int64), np.array(at, dtype=np.int64)
+
+
+def _outcomes_of_stops(calibration: Calibration, table: _Members, scores: Floats, all_steps: int) -> list[dict[str, Any]]:
+    """What stops at each floor would have come to: how many, how many rightly, and the share of all steps that they would have saved."""
+    told = []
+    for floor in FLOORS:
+        first = table.first(scores, calibration.threshold(floor))
+        stopped = np.flatnonzero(first)
+        rows = table.starts[stopped] + first[stopped] - 1
+        lengths = np.diff([*table.starts, len(table.rows)])[stopped] + 1  # the last step has no row
+        saved = int((lengths - first[stopped]).sum())
+        told.append(_outcome("stops", floor, len(stopped), int((~table.earns[rows]).sum()), saved / all_steps))
+    return told
+
+
+def _outcomes_of_cuts(
+    calibration: Calibration, groups: Sequence[PlayedGroup], scores: Floats, group_of: Ints, at: Ints, all_steps: int
+) -> list[dict[str, Any]]:
+    """The same of cuts, on the groups as they are with the stops."""
+    told = []
+    for floor in FLOORS:
+        first: dict[int, int] = {}
+        for number, step in zip(group_of[found := scores >= calibration.threshold(floor)].tolist(), at[found].tolist(), strict=True):
+            first.setdefault(number, step)
+        saved = sum(max(0, len(member.steps) - step) for number, step in first.items() for member in groups[number].members)
+        told.append(_outcome("cuts", floor, len(first), sum(groups[number].is_equal for number in first), saved / all_steps))
+    return told
+
+
+def _outcome(what: str, floor: float, decisions: int, right: int, saved: float) -> dict[str, Any]:
+    return {"what": what, "floor": floor, "decisions": decisions, "right": right, "saved": saved}
 
 
 def _brier(calibration: Calibration, scores: Floats, is_right: Bools) -> float:

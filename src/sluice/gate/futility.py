@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, NoReturn, Protocol
 
@@ -53,6 +53,10 @@ class MemberRule(Protocol):
         """For one trajectory. What the reset answered; None: not known."""
         ...
 
+    def stop_of(self, steps: Sequence[Step], first_observation: Hashable = None, first_progress: float | None = None, /) -> int | None:
+        """The same on a recorded trajectory: the first step, from 1, at which `watch` has a reason; None: never."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class FutilityRule:
@@ -88,6 +92,11 @@ class FutilityRule:
     def watch(self, first_observation: Hashable = None, first_progress: float | None = None, /) -> _Signs:
         """For one trajectory."""
         return _Signs(self, first_observation, first_progress)
+
+    def stop_of(self, steps: Sequence[Step], first_observation: Hashable = None, first_progress: float | None = None, /) -> int | None:
+        """The first step, from 1, at which a recorded trajectory is stopped; None: never."""
+        watch = self.watch(first_observation, first_progress)
+        return next((t for t, step in enumerate(steps, 1) if watch.step(step) is not None), None)
 
 
 class _Signs:

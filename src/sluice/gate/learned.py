@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,9 +87,9 @@ class LearnedRule:
                     "groups"
                 )
 
-    def save(self, path: Path | str) -> None:
-        """Write it as JSON."""
-        data = {
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
             "schema": SCHEMA,
             "inputs": [*self.inputs],
             "horizon": self.horizon,
@@ -102,7 +104,19 @@ class LearnedRule:
             "group_calibration": self.group_calibration.as_data(),
             "provenance": dict(self.provenance),
         }
-        Path(path).write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
+
+    def save(self, path: Path | str) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self._text, encoding="utf-8")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same rule only."""
+        return blake2b(self._text.encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def _text(self) -> str:
+        return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
     def load(cls, path: Path | str) -> LearnedRule:
@@ -143,11 +157,20 @@ class LearnedFutility:
     @property
     def name(self) -> str:
         """What the records of its audits depend on."""
-        return f"learned futility floor={self.floor} {sorted(self.rule.provenance.items())}"
+        return f"learned futility {self.rule.fingerprint} floor={self.floor}"
 
     def watch(self, first_observation: Hashable = None, first_progress: float | None = None) -> _Watch:
         """For one trajectory."""
         return _Watch(self, MemberTrace(self.rule.horizon, self.rule.inputs, first_observation))
+
+    def stop_of(self, steps: Sequence[Step], first_observation: Hashable = None, first_progress: float | None = None) -> int | None:
+        """The first step, from 1, at which a recorded trajectory is stopped; None: never."""
+        if not steps:
+            return None
+        trace = MemberTrace(self.rule.horizon, self.rule.inputs, first_observation)
+        scores = 1.0 - self.rule.member_model.chances(np.array([trace.add(step) for step in steps]))
+        found = np.flatnonzero(scores >= self.threshold)
+        return int(found[0]) + 1 if len(found) else None
 
 
 class _Watch:

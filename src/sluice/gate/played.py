@@ -20,6 +20,7 @@ class PlayedMember:
     first_observation: Hashable = None  # what the reset answered; None: not known
     first_progress: float | None = None  # what the environment said before the first step
     earned: tuple[float, ...] | None = None  # reward so far after each step; None: nothing before the last
+    tokens: tuple[int, ...] | None = None  # sampled for each step; None: not known
 
     def earned_by(self, step: int) -> float:
         """The reward that it had after so many steps."""
@@ -75,9 +76,5 @@ def looks(group: PlayedGroup, trace: GroupTrace, steps: Sequence[int] | None = N
 
 def with_futility(group: PlayedGroup, rule: MemberRule) -> PlayedGroup:
     """The group as it would have been with every futile member stopped, at once and without audits."""
-    members = []
-    for member in group.members:
-        watch = rule.watch(member.first_observation, member.first_progress)
-        running = enumerate(member.steps[:-1], 1)  # after the last one there is nothing to stop
-        members.append(member.until(next((t for t, step in running if watch.step(step) is not None), 0)))
-    return replace(group, members=tuple(members))
+    stops = [rule.stop_of(member.steps[:-1], member.first_observation, member.first_progress) for member in group.members]  # not at its end
+    return replace(group, members=tuple(member.until(stop or 0) for member, stop in zip(group.members, stops, strict=True)))

@@ -83,7 +83,7 @@ class SequentialKeeper:
         self.steps: Final = tuple(sorted({*every, *(() if rule is None else rule.steps)}))
         self._looks_of_rule: Final = frozenset(() if rule is None else rule.steps)
         self._audit: Final = SelfAudit(
-            f"sequential {'' if rule is None else sorted(rule.provenance.items())} floor={floor} exact={exact}",
+            f"sequential {'' if rule is None else rule.fingerprint} floor={floor} exact={exact}",
             group_size=group_size,
             redundancy=redundancy,
             seed=seed,
