@@ -87,10 +87,22 @@ def test_the_way_that_reads_no_number_gives_the_same(cfg: Any, batch: Any, stret
     usual = compute_train_infer_correction(cfg, *arguments)
     with pytest.MonkeyPatch.context() as patch:
         never_look(patch)
-        patch.setattr(room, "STRETCH", stretch * arguments[0].shape[1])
+        patch.setattr(room, "BLOCK", stretch * arguments[0].shape[1])
         other = compute_train_infer_correction(cfg, *arguments)
     at = arguments[0]
     torch.testing.assert_close(usual[0][at], other[0][at], rtol=1e-12, atol=0)
+    assert torch.equal(usual[1], other[1])
+    assert dict(usual[2]) == pytest.approx(dict(other[2]), rel=1e-9, abs=1e-12)
+
+
+@given(strategies.settings, strategies.batches(), st.integers(1, 3))
+def test_stretches_may_be_of_any_size(cfg: Any, batch: Any, rows: int) -> None:
+    arguments = tensors(batch)
+    usual = compute_train_infer_correction(cfg, *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "STRETCH", rows * arguments[0].shape[1])
+        other = compute_train_infer_correction(cfg, *arguments)
+    assert torch.equal(usual[0][arguments[0]], other[0][arguments[0]])
     assert torch.equal(usual[1], other[1])
     assert dict(usual[2]) == pytest.approx(dict(other[2]), rel=1e-9, abs=1e-12)
 

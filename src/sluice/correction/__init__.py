@@ -5,8 +5,9 @@ p_train / p_inference everywhere.
 
 - `levels.py`: the divergence of tokens, runs of the mask and rows
 - `settings.py`: settings that hold, and the bands that they stand for (the models are in `sluice.config.correction`)
-- `compute.py`: weights, mask and sums, stretch by stretch
-- `metrics.py`: those sums under the names that ROLL has
+- `tensors.py`: whether log-probs and masks fit together
+- `tokens.py`: filters and weights of single tokens, stretch by stretch; `compute.py`: all of it, and what runs and rows decide
+- `metrics.py`: the sums that come of it, under the names that ROLL has
 - `apply.py`: a whole batch, by the names that ROLL has
 - `saved.py`: batches in files; `report.py`: what there is to see in them before thresholds are chosen
 

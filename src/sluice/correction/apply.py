@@ -7,8 +7,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from sluice.correction.compute import compute_train_infer_correction, fit_mask
+from sluice.correction.compute import compute_train_infer_correction
 from sluice.correction.metrics import CorrectionMetrics
+from sluice.correction.tensors import fit_mask
 from sluice.errors import CorrectionError
 
 OLD: Final = "old_log_probs"

@@ -1,6 +1,7 @@
 """The correction itself: from two rows of log-probs to weights, a mask and metrics.
 
-Rows are taken a stretch at a time, so that memory stays a few arrays of the size of a stretch, whatever the batch.
+Rows are taken a stretch at a time, so that memory stays a few arrays of the size of a stretch, whatever the batch. On a CPU runs and rows
+are then judged all together; a device, which must not be waited for, gets some blocks of rows, each from beginning to end.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from sluice.config.correction import IsWeightConfig, Level
-from sluice.correction.levels import Divergence, Runs, Tokens, of_tokens, ratio_of, runs_of
+from sluice.correction.levels import Divergence, Runs, ratio_of
 from sluice.correction.metrics import PASSED, SUMS, CorrectionMetrics, passed_by
-from sluice.correction.settings import KINDS, Bands, Kind, read_settings
-from sluice.errors import CorrectionError
+from sluice.correction.settings import KINDS, Bands, read_settings
+from sluice.correction.tensors import check_tensors
+from sluice.correction.tokens import TokenPass
 
-STRETCH: Final = 1 << 18  # tokens looked at together on a CPU: about twelve arrays of 1 MB, which stay near the processor
-STRETCH_ON_DEVICE: Final = 1 << 24  # elsewhere, where each call costs more than its work
+STRETCH: Final = 1 << 18  # tokens looked at together on a CPU: about ten arrays of 1 MB, which stay near the processor
+BLOCK: Final = 1 << 17  # tokens decided on together elsewhere, at least: some twenty arrays of that size
+MOST_BLOCKS: Final = 6  # of one batch, since each is some hundred calls, which cost more than their work
 
 ROW_LEVELS: Final[tuple[Level, ...]] = ("geometric", "sequence")
 
@@ -73,105 +76,39 @@ def compute_train_infer_correction(
         and (old_logprobs.requires_grad or inference_logprobs.requires_grad)
     )
     dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
-    tokens = _Tokens(mask, dtype, Bands.of(config.enabled_filters if apply_filters else (), dtype), weight, has_gradient=has_gradient)
+    bands = Bands.of(config.enabled_filters if apply_filters else (), dtype)
+    may_look = not has_gradient and _answers_at_once(mask)
+    is_filled = weight.enabled and not has_gradient
+    is_weight = (torch.empty if is_filled else torch.ones)(mask.shape, dtype=dtype, device=mask.device)
+    filter_mask = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=mask.device)
     with torch.set_grad_enabled(has_gradient):
-        for at in _stretches(mask, whole=has_gradient):
-            tokens.look_at(at, old_logprobs[at].to(dtype), inference_logprobs[at].to(dtype))
-        if not tokens.runs:  # not a single place for a token
-            sums = torch.zeros(len(SUMS), dtype=torch.float64, device=mask.device)
-            return tokens.is_weight, tokens.kept, CorrectionMetrics(sums, has_weight=weight.enabled)
-        divergence = Divergence.of(Runs.join(tokens.runs), torch.cat(tokens.log_ratios), torch.cat(tokens.diffs))
-        weights = _weights(divergence, weight, tokens)
-        with torch.no_grad():
-            verdict = _judge(divergence, tokens)
-            found = _measure(divergence, verdict, weights, tokens)
-            filter_mask = verdict.kept.bitwise_xor_(tokens.mask).bitwise_not_()
-    sums = torch.stack([found[name].double() for name in SUMS])
-    metrics = CorrectionMetrics(sums, has_weight=weight.enabled, tokens=global_valid_tokens, rows=global_valid_samples)
-    return weights.values, filter_mask, metrics
-
-
-# ---------------------------------------------------------------- input
-
-
-def check_tensors(response_mask: Any, old_logprobs: Any, inference_logprobs: Any) -> Tensor:
-    """The mask of the tokens that the log-probs are of. [B, T - 1]
-
-    Raises:
-        CorrectionError: what is given does not fit together; it names the argument.
-    """
-    for name, value in (("old_logprobs", old_logprobs), ("inference_logprobs", inference_logprobs), ("response_mask", response_mask)):
-        if value is None:
-            raise CorrectionError(
-                f"{name}: expected a tensor, got None - {_ADVICE[name]}, or leave the correction off: without both log-probs of every "
-                "token nothing can be compared"
+        for block in _blocks(mask, whole=may_look or has_gradient):
+            tokens = TokenPass(
+                mask[block],
+                filter_mask[block],
+                is_weight[block],
+                bands=bands,
+                weight=weight,
+                may_look=may_look,
+                has_gradient=has_gradient,
             )
-        if not isinstance(value, Tensor):
-            raise CorrectionError(f"{name}: expected a torch tensor, got {type(value).__name__} - torch.as_tensor makes one")
-        if value.ndim != 2:
-            raise CorrectionError(f"{name}: expected two dimensions, rows and tokens, got shape {_shape(value)} - add or flatten one")
-    for name, value in (("old_logprobs", old_logprobs), ("inference_logprobs", inference_logprobs)):
-        if not value.is_floating_point():
-            raise CorrectionError(f"{name}: expected a floating type, got {_type(value)} - give logarithms of probabilities")
-    if old_logprobs.shape != inference_logprobs.shape:
-        raise CorrectionError(
-            f"inference_logprobs: expected the shape of old_logprobs, {_shape(old_logprobs)}, got {_shape(inference_logprobs)} - cut or "
-            "pad both together: of T tokens there are T - 1 log-probs, entry t being that of token t + 1"
-        )
-    if old_logprobs.dtype != inference_logprobs.dtype:
-        raise CorrectionError(
-            f"inference_logprobs: expected the type of old_logprobs, {_type(old_logprobs)}, got {_type(inference_logprobs)} - convert one: "
-            "what was rounded before cannot be told from a divergence"
-        )
-    for name, value in (("inference_logprobs", inference_logprobs), ("response_mask", response_mask)):
-        if value.device != old_logprobs.device:
-            raise CorrectionError(f"{name}: expected it on {old_logprobs.device}, as old_logprobs, got {value.device} - move it there")
-    if response_mask.is_complex():
-        raise CorrectionError(f"response_mask: expected a mask of true and false, got {_type(response_mask)} - compare it with something")
-    return fit_mask("response_mask", response_mask, old_logprobs.shape)
-
-
-def fit_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
-    """The part of a mask that belongs to log-probs of this shape, as a view. [B, T - 1]
-
-    Raises:
-        CorrectionError: it fits neither as it is nor without its first column.
-    """
-    rows, width = shape
-    if mask.shape == shape:
-        return mask
-    if mask.shape == (rows, width + 1):
-        return mask[:, 1:]
-    raise CorrectionError(
-        f"{name}: expected shape ({rows}, {width}), that of the log-probs, or ({rows}, {width + 1}), of the tokens, got {_shape(mask)} - "
-        "give the mask of the same rows and tokens"
-    )
-
-
-_ADVICE: Final = {
-    "old_logprobs": "compute the trainer's log-probs at the start of the step",
-    "inference_logprobs": "let the engine report the log-prob of every token that it samples",
-    "response_mask": "give True where the policy sampled",
-}
-
-
-def _shape(value: Tensor) -> str:
-    return str(tuple(value.shape))
-
-
-def _type(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-# ---------------------------------------------------------------- tokens, a stretch at a time
-
-
-def _stretches(mask: Tensor, *, whole: bool) -> Iterator[slice]:
-    rows, width = mask.shape
-    if rows and width:
-        at_once = STRETCH if mask.device.type == "cpu" else STRETCH_ON_DEVICE
-        step = rows if whole else max(1, at_once // width)
-        yield from (slice(start, start + step) for start in range(0, rows, step))
+            old, inference = old_logprobs[block], inference_logprobs[block]
+            for at in _stretches(tokens.mask, whole=not may_look):
+                tokens.look_at(at, old[at].to(dtype), inference[at].to(dtype))
+            divergence = Divergence.of(Runs.join(tokens.runs), torch.cat(tokens.log_ratios), torch.cat(tokens.diffs))
+            weights = _weights(divergence, weight, tokens)
+            if has_gradient:  # of all rows, in one block
+                is_weight = weights.values
+            elif weight.enabled and weight.weight_type != "token":
+                is_weight[block] = weights.values
+            with torch.no_grad():
+                verdict = _judge(divergence, tokens)
+                found = _measure(divergence, verdict, weights, tokens)
+                verdict.kept.bitwise_xor_(tokens.mask).bitwise_not_()
+                sums += torch.stack([found[name].double() for name in SUMS])
+    metrics = CorrectionMetrics(sums, has_weight=weight.enabled, tokens=global_valid_tokens, rows=global_valid_samples)
+    return is_weight, filter_mask, metrics
 
 
 def _answers_at_once(tensor: Tensor) -> bool:
@@ -179,108 +116,19 @@ def _answers_at_once(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class _Tokens:
-    """What single tokens say, and the sums over runs that the other levels are made of."""
-
-    def __init__(self, mask: Tensor, dtype: torch.dtype, bands: Bands, weight: IsWeightConfig, *, has_gradient: bool) -> None:
-        """mask: [B, T - 1] of any type."""
-        self._given = mask
-        self._has_gradient = has_gradient
-        self.may_look = not has_gradient and _answers_at_once(mask)  # whether numbers may be read in between
-        self.mask = mask if mask.dtype == torch.bool else torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
-        self.bands = bands
-        self._weight = weight
-        is_filled = weight.enabled and weight.weight_type == "token"
-        self.is_weight = (torch.empty if is_filled else torch.ones)(mask.shape, dtype=dtype, device=mask.device)
-        self.kept = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)  # after `look_at`: what the filters of tokens leave
-        self.stays: list[Tensor] = []  # [R] bool each: rows without a fault; what else is here is one tensor for each stretch
-        self.vetoed: list[Tensor] = []  # [R] bool each: rows that no token takes out
-        self.runs: list[Runs] = []
-        self.log_ratios: list[Tensor] = []  # [K] sums over runs
-        self.diffs: list[Tensor] = []
-        self.ratios: list[Tensor] = []  # [R] sums over rows
-        self.counted: dict[str, list[Tensor]] = {}  # name of a sum -> [] each
-
-    def look_at(self, at: slice, old: Tensor, inference: Tensor) -> None:
-        """Take in some rows."""
-        mask, may_look = self.mask[at], self.may_look
-        if self._given is not self.mask:
-            mask.copy_(self._given[at].bool())
-        tokens, runs = of_tokens(mask, old, inference, may_look=may_look), runs_of(mask, may_look=may_look)
-        self.runs.append(runs)
-        self.log_ratios.append(runs.sums(tokens.exact, exactly=True, may_look=may_look))
-        self.diffs.append(-runs.sums(tokens.minus_diff, exactly=False, may_look=may_look))
-        self._judge(tokens, self.kept[at])
-        if self._weight.enabled and self._weight.weight_type == "token":
-            self._weigh(tokens, at)
-        with torch.no_grad():
-            ratio = tokens.ratio * tokens.weight if self._has_gradient else tokens.ratio.mul_(tokens.weight)  # not looked at any more
-            self.ratios.append(ratio.sum(1).double())
-            self._count(squares=tokens.squares, nan_tokens=tokens.nan_tokens, clamped=tokens.clamped)
-            if tokens.is_sound is not None:
-                self.stays.append(tokens.is_sound)
-            else:
-                self.stays.append(torch.ones(len(mask), dtype=torch.bool, device=mask.device))
-
-    def total(self, name: str) -> Tensor:
-        """One of the sums over all rows. []"""
-        return torch.stack(self.counted[name]).double().sum()
-
-    def _count(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self.counted.setdefault(name, []).append(value)
-
-    def _weigh(self, tokens: Tokens, at: slice) -> None:
-        bound = self._weight.upper_bound
-        if self._has_gradient:  # of all rows at once
-            self.is_weight = tokens.ratio if bound is None else tokens.ratio.clamp(max=bound)
-        else:
-            torch.clamp(tokens.ratio, max=math.inf if bound is None else bound, out=self.is_weight[at])
-        with torch.no_grad():
-            cut = self.is_weight[at]
-            self._count(weight=cut.sum(1).double().sum())
-            if bound is not None:
-                self._count(unclipped=cut.clone().eq_(tokens.ratio).sum())  # as 1 and 0: comparing into bool takes several times as long
-
-    @torch.no_grad()
-    def _judge(self, tokens: Tokens, kept: Tensor) -> None:
-        inside: Tensor | None = None
-        vetoes: list[Tensor] = []
-        for kind in KINDS:
-            unit, veto = self.bands.unit.get(("token", kind)), self.bands.veto.get(("token", kind))
-            values = tokens.log_ratio
-            if kind == "diff":
-                values, unit, veto = tokens.minus_diff, unit and -unit, veto and -veto
-            passes = None if unit is None else unit.weights(values)
-            if veto is not None:
-                of_row = tokens.weight.sum(1)
-                vetoes.append((veto.weights(values) * tokens.weight).sum(1) == of_row)
-                passed = vetoes[-1] * (of_row if passes is None else (passes * tokens.weight).sum(1))
-                self._count(**{passed_by("token", kind): passed.double().sum()})
-            elif passes is not None:
-                self._count(**{_everywhere("token", kind): passes.sum()})
-            if passes is not None:
-                inside = passes if inside is None else inside.mul_(passes)
-        if inside is None:
-            kept.copy_(tokens.mask)
-        else:
-            torch.bitwise_and(tokens.mask, inside.bool(), out=kept)
-        if vetoes:
-            self.vetoed.append(vetoes[0] if len(vetoes) == 1 else vetoes[0] & vetoes[1])
-
-    def passed(self, outside: Tensor) -> dict[str, Tensor]:
-        """Tokens of the mask that filters of single tokens let pass. outside: [] places that are not in the mask"""
-        found = {name: self.total(name) for name in self.counted if name in PASSED}
-        for kind in KINDS:
-            band = self.bands.unit.get(("token", kind))
-            if band is not None and _everywhere("token", kind) in self.counted:  # outside the mask the two agree everywhere
-                found[passed_by("token", kind)] = self.total(_everywhere("token", kind)) - (outside if band.holds_agreement else 0)
-        return found
+def _blocks(mask: Tensor, *, whole: bool) -> Iterator[slice]:
+    """Rows that are decided on together. Where runs cannot be counted, there is room for as many as there can be: fewer rows at once."""
+    rows, width = mask.shape
+    if rows and width:
+        step = rows if whole else max(1, BLOCK // width, -(-rows // MOST_BLOCKS))
+        yield from (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _everywhere(level: Level, kind: Kind) -> str:
-    """The sum of the places that filters let pass, those outside the mask included."""
-    return f"everywhere_{passed_by(level, kind)}"
+def _stretches(mask: Tensor, *, whole: bool) -> Iterator[slice]:
+    """Rows that are looked at together."""
+    rows, width = mask.shape
+    step = rows if whole else max(1, STRETCH // width)
+    yield from (slice(start, start + step) for start in range(0, rows, step))
 
 
 # ---------------------------------------------------------------- weights
@@ -290,28 +138,26 @@ def _everywhere(level: Level, kind: Kind) -> str:
 class _Weights:
     """Importance weights."""
 
-    values: Tensor  # [B, T - 1]
+    values: Tensor  # [R, T]
     total: Tensor  # [] their sum over the tokens of the mask
     clipped: Tensor  # [] tokens of the mask whose ratio was above the bound
 
 
-def _weights(divergence: Divergence, config: IsWeightConfig, tokens: _Tokens) -> _Weights:
+def _weights(divergence: Divergence, config: IsWeightConfig, tokens: TokenPass) -> _Weights:
     if not config.enabled:
         nothing = torch.zeros((), device=tokens.is_weight.device)
         return _Weights(values=tokens.is_weight, total=nothing, clipped=nothing)
+    bound = math.inf if config.upper_bound is None else config.upper_bound
     if config.weight_type == "token":
         values = tokens.is_weight.detach() if config.detach else tokens.is_weight
-        places, bound = values.numel(), config.upper_bound
+        places = values.numel()
         outside = places - divergence.counts.sum()  # where the ratio is 1
-        clipped = divergence.counts.new_zeros(())
-        if bound is not None:
-            clipped = places - tokens.total("unclipped") - (outside if bound < 1 else 0)
-        total = tokens.total("weight") - outside * min(1.0, math.inf if bound is None else bound)
-        return _Weights(values=values, total=total, clipped=clipped)
-    runs, bound, dtype = divergence.runs, config.upper_bound, tokens.is_weight.dtype
+        unclipped = tokens.total("unclipped") + (outside if bound < 1 else 0)
+        return _Weights(values=values, total=tokens.total("weight") - outside * min(1.0, bound), clipped=places - unclipped)
+    runs, dtype = divergence.runs, tokens.is_weight.dtype
     counts = runs.sizes if config.weight_type == "segment" else divergence.counts
     ratio = ratio_of(divergence.log_ratio(config.weight_type))
-    cut = ratio if bound is None else ratio.clamp(max=bound)
+    cut = ratio.clamp(max=bound)
     of_tokens = cut.to(dtype)
     if config.weight_type == "segment":
         of_tokens = runs.to_tokens(of_tokens, outside=1.0, may_look=tokens.may_look)
@@ -331,11 +177,11 @@ def _weights(divergence: Divergence, config: IsWeightConfig, tokens: _Tokens) ->
 class _Verdict:
     """What stays in the loss."""
 
-    kept: Tensor  # [B, T - 1] bool: tokens of the mask that stay
+    kept: Tensor  # [R, T] bool: tokens of the mask that stay
     passed: dict[str, Tensor]  # [] tokens that the filters of a level and kind let pass; all of them where it is missing
 
 
-def _judge(divergence: Divergence, tokens: _Tokens) -> _Verdict:
+def _judge(divergence: Divergence, tokens: TokenPass) -> _Verdict:
     runs, counts, bands = divergence.runs, divergence.counts, tokens.bands
     rows = [torch.cat(tokens.stays)]  # [R] bool each: which rows stay
     segments: list[Tensor] = []  # [K] bool each
@@ -372,7 +218,7 @@ def _judge(divergence: Divergence, tokens: _Tokens) -> _Verdict:
 # ---------------------------------------------------------------- metrics
 
 
-def _measure(divergence: Divergence, verdict: _Verdict, weights: _Weights, tokens: _Tokens) -> dict[str, Tensor]:
+def _measure(divergence: Divergence, verdict: _Verdict, weights: _Weights, tokens: TokenPass) -> dict[str, Tensor]:
     """The sums behind the metrics."""
     runs, counts = divergence.runs, divergence.counts
     has_tokens, divisor = counts > 0, counts.clamp(min=1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sluice.correction.compute import check_tensors
+from sluice.correction.tensors import check_tensors
 from sluice.errors import CorrectionError
 
 FOLDER: Final = "correction"
