@@ -369,11 +369,14 @@ def test_a_value_that_does_not_fit_is_refused_as_in_a_recipe(killed: Path) -> No
 
 def test_every_setting_that_may_change_is_one(killed: Path) -> None:
     rlvr = load_config(killed / "config.yaml", ["guard.policy=keep"])
-    agentic = load_config(Path(__file__).parents[2] / "recipes" / "agentic_household.yaml", ["guard.policy=keep"])
+    given = ["guard.policy=keep", "gate.k=10", "gate.futility.steps=6"]
+    agentic = load_config(Path(__file__).parents[2] / "recipes" / "agentic_household.yaml", given)
     for key in CHANGEABLE:
-        section, name = key.split(".")
-        sections = [getattr(config, section) for config in (rlvr, agentic) if hasattr(config, section)]
+        *path, name = key.split(".")
+        sections = [config for config in (rlvr, agentic) if hasattr(config, path[0])]
         assert sections
+        for part in path:
+            sections = [getattr(section, part) for section in sections]
         assert all(name in type(one).model_fields for one in sections)
 
 
