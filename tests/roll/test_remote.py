@@ -77,12 +77,14 @@ def test_every_row_is_freed_once_by_whichever_part_names_it(numbers: list[int], 
 def test_what_was_read_before_a_drop_stays_readable_and_what_was_not_says_so(store: InProcessStore) -> None:
     remote = rows_of([1, 2]).to_remote()
     unread = remote[0]
+    unread.meta_info["note"] = 1
+    assert not remote.meta_info
     assert numbers_in(remote) == [1, 2]
     remote.drop()
     assert numbers_in(remote) == [1, 2]
     with pytest.raises(DataError, match="rows that drop\\(\\) has freed"):
         unread["ids"]
-    assert unread.meta_info == {}
+    assert unread.meta_info == {"note": 1}
     assert "remote" in repr(unread)
 
 

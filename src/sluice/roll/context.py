@@ -284,7 +284,7 @@ class RolloutContext:
         for member_index in missing:
             if len(attempts) == count:
                 break
-            if member_index not in self._lost and (attempt := self._try(member_index)) is not None:
+            if (attempt := self._try(member_index)) is not None:
                 attempts.append(attempt)
         for _ in range(count - len(missing)):
             try:
