@@ -1,7 +1,7 @@
 """What the gate changes in training on a fixed buffer of groups: time of a step, trained rows, gradient norm.
 
     python benchmarks/record_household.py runs/buffer --groups 80
-    python benchmarks/gate_fixed_buffer.py runs/buffer [--k 10] [--threshold 0.12] [--per-step 4] [--steps 20]
+    python benchmarks/gate_fixed_buffer.py runs/buffer [--k 10] [--threshold 0.12] [--signal NAME] [--per-step 4] [--steps 20]
 
 The second experiment of arXiv 2605.05802 at the scale of the household recipe. The same recorded groups, in the same order, train the
 policy that sampled them, 4 groups a step, three times: all of them; without those that the gate would have cut, which are not replaced,
@@ -88,11 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", type=Path, default=Path("recipes/agentic_household/policy"), help="the one that sampled it")
     parser.add_argument("--k", type=int, default=10)
     parser.add_argument("--threshold", type=float, default=0.12)
+    parser.add_argument("--signal", default="prefix_edit_distance_mean")
     parser.add_argument("--per-step", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_intermixed_args(arguments)
-    gate = Gate(k=asked.k, threshold=asked.threshold)
+    gate = Gate(k=asked.k, threshold=asked.threshold, signal=asked.signal)
     groups = [*islice(iter(read_rollouts(asked.recording)), asked.per_step * asked.steps)]
     cut = {group.group_id for group in groups if cuts(gate, group)}
     right = sum(group.group_id in cut and len({*group.rewards.tolist()}) == 1 for group in groups)
