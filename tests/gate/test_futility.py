@@ -189,6 +189,41 @@ def test_saved_steps_are_estimated_from_audited_members() -> None:
     assert shown["gate/futile_tokens_saved_estimate"] == stopped * 30
 
 
+def judged(watch, number: int, reward: float):
+    """One more member that would be stopped, and its end."""
+    is_stopped = play(watch, "aa", group=number) is not None
+    warning = watch.member_ended(number, 0, 0.0 if is_stopped else reward)
+    watch.group_ended(number)
+    return is_stopped, warning
+
+
+def test_a_precision_that_is_held_switches_it_off_and_on_again() -> None:
+    watch = keeper(0.5, {"hold_precision": 0.9}, steps=1)
+    told = [judged(watch, number, 0.0) for number in range(100)]
+    assert 30 < sum(stopped for stopped, _ in told) < 70
+    assert watch.is_stopping
+    told = [judged(watch, number, 1.0) for number in range(100, 160)]  # the policy has learnt: all of them would have succeeded
+    [warning] = [warning for _, warning in told if warning]
+    assert "hold_precision 0.9" in warning
+    off = next(place for place, (_, warning) in enumerate(told) if warning)
+    assert not any(stopped for stopped, _ in told[off + 1 :])
+    assert watch.metrics()["gate/futile_is_stopping"] == 0
+    again = keeper(0.5, {"hold_precision": 0.9}, steps=1)
+    again.load_state_dict(watch.state_dict())
+    assert not again.is_stopping
+    told = [judged(watch, number, 0.0) for number in range(200, 1000)]
+    assert any(stopped for stopped, _ in told), "and on again"
+    assert not any(warning for _, warning in told)
+
+
+def test_a_precision_above_its_floor_is_left_alone() -> None:
+    watch = keeper(0.5, {"hold_precision": 0.8}, steps=1)
+    for number in range(400):
+        _, warning = judged(watch, number, float(number % 10 == 0))
+        assert warning is None
+    assert watch.is_stopping
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from(["step", "step", "step", "end", "lost", "gone"]), st.booleans()),
@@ -240,7 +275,16 @@ def test_a_state_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"rule": "other"}, {"outcomes": [1]}, {"counts": {}}, {"remaining": [1, 2]}, {"remaining": [0, float("nan"), 0.0]}]
+    "change",
+    [
+        {"rule": "other"},
+        {"is_stopping": 1},
+        {"reasons": [1]},
+        {"outcomes": [1]},
+        {"counts": {}},
+        {"remaining": [1, 2]},
+        {"remaining": [0, float("nan"), 0.0]},
+    ],
 )
 def test_a_torn_state_is_refused_and_changes_nothing(change) -> None:
     watch = keeper()
@@ -275,6 +319,8 @@ def test_rules_that_cannot_work_are_refused(rule, message) -> None:
         ({"confidence": 1}, "futility.confidence"),
         ({"window": 0}, "futility.window"),
         ({"horizon": "30"}, "futility.horizon"),
+        ({"hold_precision": 1}, "futility.hold_precision: expected a number > 0 and < 1"),
+        ({"hold_precision": 0.9, "audit_rate": 0}, "with an audit_rate above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message) -> None:

@@ -7,6 +7,10 @@ refused, and the environment's own progress. A policy that has got stuck rarely 
 Every member has a lot, drawn by seed before anything is known of it: with probability `audit_rate` it is an audited one, which is not
 stopped and tells how it would have gone on. A stop is right when the trajectory would have ended with the reward that it already had.
 
+With `hold_precision` it stops nobody any more, and says so, once the audited share of right stops is below that floor for certain (the
+upper end of its interval is); then every member tells, and it goes on when the lower end clears the floor again. A policy that learns is
+the case: a rule that was careful with an early policy may be far too hasty with a later one.
+
 A step costs the same however long the trajectory runs. What is stored of a member is one entry for each of its observations, freed with its
 end; events of members that are not watched (ended, or of groups that are gone) are ignored.
 """
@@ -155,6 +159,7 @@ class _Member:
     watch: MemberWatch
     steps: int = 0
     reason: str | None = None  # why it is stopped, or would have been
+    runs_on: bool = False  # it would have been stopped, and tells how it ends
     would_earn: Any = None  # the reward that it had then
     stopped_at: int = 0  # env_step of that
 
@@ -170,7 +175,8 @@ class FutilityKeeper:
     """Watches the members of running groups with a rule, and audits itself. See the top of this file.
 
     `audit_rate` 1 stops nobody and tells of all. `window`: audited members that count, the newest ones. `confidence`: of all intervals.
-    `horizon`: most environment steps of a trajectory, for the bound on what is saved. Raises `ConfigError` for settings that cannot work.
+    `horizon`: most environment steps of a trajectory, for the bound on what is saved. `hold_precision`: the floor; None: it stops whatever
+    the audits say. Raises `ConfigError` for settings that cannot work.
     """
 
     def __init__(
@@ -182,19 +188,28 @@ class FutilityKeeper:
         window: int = 500,
         confidence: float = 0.95,
         horizon: int | None = None,
+        hold_precision: float | None = None,
     ) -> None:
         self.rule: Final = rule
         self.seed: Final = seed
         self.audit_rate: Final = audit_rate
         self.confidence: Final = confidence
         self.horizon: Final = horizon
+        self.hold_precision: Final = hold_precision
         try:
             check_share("audit_rate", audit_rate, "it is the chance that a member is audited")
             check_share("confidence", confidence, "it is a share")
+            if hold_precision is not None:
+                check_share("hold_precision", hold_precision, "it is a share")
         except ConfigError as error:
             raise ConfigError(f"futility.{error}") from None
         if confidence in (0, 1):
             raise ConfigError(f"futility.confidence: expected a number > 0 and < 1, got {confidence!r} - no interval has it: set 0.95")
+        if hold_precision in (0, 1) or (hold_precision is not None and not audit_rate):
+            raise ConfigError(
+                f"futility.hold_precision: expected a number > 0 and < 1, with an audit_rate above 0, got {hold_precision!r} with "
+                f"{audit_rate!r} - what is not measured cannot be held"
+            )
         for name, value in (("window", window), ("horizon", horizon)):
             if value is not None and (not _is_count(value) or value < 1):
                 raise ConfigError(f"futility.{name}: expected a whole number >= 1, got {value!r} - it is a number of members or of steps")
@@ -202,6 +217,7 @@ class FutilityKeeper:
         self._outcomes: deque[bool] = deque(maxlen=window)  # of audited members that would have been stopped: whether rightly
         self._counts = dict.fromkeys(("members", "would_stop", "stopped", "audited", "lost", "bound"), 0)
         self._reasons: dict[str, int] = {}  # of those that were stopped or would have been
+        self._is_stopping = True
         self._remaining = Moments()  # steps that audited members took after they would have been stopped
 
     # ------------------------------------------------------------ what happens
@@ -249,7 +265,7 @@ class FutilityKeeper:
         assert group is not None
         if one.reason is not None:
             one.steps = max(one.steps, env_step)
-            return not one.is_audited
+            return not one.runs_on
         if env_step != one.steps + 1:
             raise GateError(
                 f"futility: expected step {one.steps + 1} of member {member!r} of group {group_key!r}, got step {env_step!r} - tell every "
@@ -265,7 +281,8 @@ class FutilityKeeper:
         one.reason, one.would_earn, one.stopped_at = reason, read_reward(reward, member), env_step
         self._counts["would_stop"] += 1
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
-        if one.is_audited:
+        one.runs_on = one.is_audited or not self._is_stopping
+        if one.runs_on:
             return False
         self._counts["stopped"] += 1
         if self.horizon is not None:
@@ -276,8 +293,8 @@ class FutilityKeeper:
 
     def member_ended(
         self, group_key: Hashable, member: Hashable, reward: Any = None, comparable: bool = True, *, env_steps: int | None = None
-    ) -> None:
-        """A member ended, stopped or not.
+    ) -> str | None:
+        """A member ended, stopped or not. Answers with a warning to be shown, or None.
 
         `comparable`: by itself or by a stop; else it failed, was lost or cancelled, and is as if it had never been: its name may be used
         again. `reward`: the final one; None: it has none. `env_steps`: all that it took; None: one more than were told.
@@ -285,16 +302,18 @@ class FutilityKeeper:
         group = self._groups.get(group_key)
         one = None if group is None else group.members.pop(member, None)
         if group is None:
-            return
-        if one is not None and one.reason is not None and one.is_audited:
+            return None
+        warning = None
+        if one is not None and one.runs_on:
             if env_steps is None:
                 env_steps = one.steps + 1
-            self._tell(one, read_reward(reward, member) if comparable else None, env_steps)
+            warning = self._tell(one, read_reward(reward, member) if comparable else None, env_steps)
         if not comparable:
             if group.earned.pop(member, None) is not None and one is not None and one.reason is not None:
                 group.stopped -= 1
         elif member not in group.earned or reward is not None:
             group.earned[member] = read_reward(reward, member)
+        return warning
 
     def verdict(self, group_key: Hashable, members: int) -> Verdict | None:
         """The verdict on a group of which at least one member was stopped, as soon as it is known: a drop once `members` of it have ended
@@ -321,10 +340,15 @@ class FutilityKeeper:
         """A group left, whatever became of it: its memory is freed. Audited members of it that still run are counted as lost."""
         group = self._groups.pop(group_key, None)
         for one in [] if group is None else group.members.values():
-            if one.reason is not None and one.is_audited:
+            if one.runs_on:
                 self._tell(one, None, 0)
 
     # ------------------------------------------------------------ what it knows
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a member may be stopped now."""
+        return self._is_stopping and self.audit_rate < 1
 
     @property
     def watched(self) -> int:
@@ -350,6 +374,7 @@ class FutilityKeeper:
         shown: dict[str, float] = {
             "gate/futile_would_stop": counts["would_stop"],
             "gate/futile_stopped": counts["stopped"],
+            "gate/futile_is_stopping": float(self.is_stopping),
             "gate/futile_audited": counts["audited"],
             "gate/futile_audited_lost": counts["lost"],
             **{f"gate/futile_reason/{reason}": n for reason, n in sorted(self._reasons.items())},
@@ -378,6 +403,7 @@ class FutilityKeeper:
         """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
         return {
             "rule": self.rule.name,
+            "is_stopping": self._is_stopping,
             "outcomes": [*self._outcomes],
             "counts": dict(self._counts),
             "reasons": dict(self._reasons),
@@ -396,11 +422,14 @@ class FutilityKeeper:
             _refuse(f"expected counts of {sorted(own['counts'])}, got {counts!r}")
         if not isinstance(state["reasons"], Mapping) or not all(map(_is_count, state["reasons"].values())):
             _refuse(f"expected counts of reasons, got {state['reasons']!r}")
+        if not isinstance(state["is_stopping"], bool):
+            _refuse(f"expected is_stopping as true or false, got {state['is_stopping']!r}")
         if not isinstance(outcomes, list) or not all(isinstance(outcome, bool) for outcome in outcomes):
             _refuse(f"expected outcomes as true and false, got {outcomes!r}")
         if not isinstance(remaining, list) or len(remaining) != 3 or not _is_count(remaining[0]) or not all(map(_is_number, remaining)):
             _refuse(f"expected number, mean and squares of remaining steps, got {remaining!r}")
         self._groups.clear()
+        self._is_stopping = state["is_stopping"]
         self._outcomes = deque(outcomes, maxlen=self._outcomes.maxlen)
         self._counts = {name: counts[name] for name in own["counts"]}
         self._reasons = {str(reason): n for reason, n in state["reasons"].items()}
@@ -408,14 +437,29 @@ class FutilityKeeper:
 
     # ------------------------------------------------------------ how it decides
 
-    def _tell(self, one: _Member, reward: Any, env_steps: int) -> None:
-        """An audited member that would have been stopped has ended; None: nobody knows how."""
+    def _tell(self, one: _Member, reward: Any, env_steps: int) -> str | None:
+        """A member that would have been stopped has ended; None: nobody knows how. Answers with a warning, or None."""
         if reward is None:
             self._counts["lost"] += 1
-            return
+            return None
         self._counts["audited"] += 1
         self._outcomes.append(not differ([reward, one.would_earn]))
         self._remaining.add(max(0, env_steps - one.stopped_at))
+        if self.hold_precision is None:
+            return None
+        seen = self.precision
+        if not self._is_stopping:
+            self._is_stopping = seen.low >= self.hold_precision
+            return None
+        if seen.high >= self.hold_precision:
+            return None
+        self._is_stopping = False
+        self._outcomes.clear()  # what comes now is of the policy that it was wrong about
+        return (
+            f"futility: switched off, since it does not hold gate.futility.hold_precision {self.hold_precision}: of {seen.n} audited stops "
+            f"{seen.right} were right, which leaves an upper bound of {seen.high:.3f} - it goes on watching, and stops again when a lower "
+            "bound clears it; make its rule more careful, or learn it again from newer recordings"
+        )
 
 
 def _check_hashable(value: Any, what: str) -> None:
