@@ -50,6 +50,10 @@ SETTINGS: dict[str, Any] = {
     "validation": {"every_steps": 4, "max_items": 10},
     "resampling__max_resample_rounds": 50,
 }
+IN_PLACE: dict[str, Any] = {  # scored without worker processes that a kill could leave behind: such a run begins twice as fast
+    "reward_pool": {"workers": 0},
+    "rewards": {"letters": {"verifier": {"type": "tests.pipeline.verifiers.begins_with_a"}, "query_filter_config": {"type": "std_filter"}}},
+}
 VARIETY: dict[str, Sequence[Any]] = {  # of asynchronous chains
     "on_weight_update": ["finish", "restart", "continue"],
     "resampling__collect": ["as_finished", "in_order"],
@@ -341,6 +345,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_and_loses_nothing(tmp_path: 
         folder.mkdir()
         variety = {name: rng.choice(values) for name, values in VARIETY.items()} if ratio else {}
         changes = deepcopy(SETTINGS) | {"async_generation_ratio": ratio, "trainer__save_every_steps": rng.choice([1, 2])} | variety
+        changes |= {} if rng.choice([True, False]) else IN_PLACE
         (folder / "runs").mkdir()
         return Chain(recipe=write_recipe(folder, model, **changes), root=folder / "runs")
 

@@ -77,7 +77,9 @@ def test_ctrl_c_ends_a_run_whose_inline_environment_hangs(last: int, tmp_path: P
         trainer__max_steps=50,
     )
     try:
-        with pytest.raises(LoopStuck, match=r"environment tests.pipeline.test_stuck.Stuck \(say-\d+\) is in one step for .*environment.run_in"):
+        with pytest.raises(
+            LoopStuck, match=r"environment tests.pipeline.test_stuck.Stuck \(say-\d+\) is in one step for .*environment.run_in"
+        ):
             train(load_config(file), config_path=file, display=Recorder())
     finally:
         Stuck.gate.set()

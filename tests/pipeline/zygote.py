@@ -69,10 +69,12 @@ def _import_everything() -> None:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers import conversion_mapping
 
+    import sluice.cli.app
     import sluice.cli.progress
     import sluice.cli.quiet
     import sluice.pipeline.train
     import sluice.trainer.trl  # noqa: F401
+    import tests.pipeline.verifiers  # noqa: F401
 
     conversion_mapping.get_checkpoint_conversion_mapping("qwen2")
 
