@@ -175,7 +175,7 @@ def _number(value: object, expected: str, name: str, call: Call) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    raise _wrong(expected, value, name, call)
+    raise _wrong(f"{expected} (float(...) makes one of a truth value)" if isinstance(plain, bool) else expected, value, name, call)
 
 
 def _truth(value: object, what: str, name: str, call: Call) -> bool:

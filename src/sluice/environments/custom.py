@@ -49,7 +49,10 @@ def problem_with(config: EnvironmentConfig) -> tuple[str, str] | None:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as err:
         if err.name is not None and (module_name == err.name or module_name.startswith(f"{err.name}.")):
-            return "type", f"expected an import path, there is no module {err.name!r} - check the name, or PYTHONPATH"
+            return "type", (
+                f"expected an import path, there is no module {err.name!r} in this folder or on PYTHONPATH - check the name, or start from "
+                "the folder that holds it"
+            )
         return "type", f"the module {module_name!r} cannot be imported: {describe(err)}"
     except BaseException as err:
         if isinstance(err, KeyboardInterrupt):

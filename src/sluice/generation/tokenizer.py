@@ -21,6 +21,11 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path must be a local folder with model and tokenizer as save_pretrained writes them, there is none at {folder} - check "
+            "the path; a model of a hub has to be downloaded into a folder first"
+        )
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         is_general = settings.get("tokenizer_class") in GENERAL_CLASSES and (folder / "tokenizer.json").is_file()
