@@ -43,7 +43,9 @@ class FilterForRoll:
 
     def __init__(self, given: QueryFilter | Mapping[str, Any], *, group_size: int | None = None, guard: RatioGuard | None = None) -> None:
         """given: a filter, or the configuration of a group filter. group_size: of a whole group, for `missing_member`; None: as many as
-        come, and two at least. guard: bounds the share of judged groups that are dropped. Raises `ConfigError` for a configuration that cannot be.
+        come, and two at least. guard: bounds the share of judged groups that are dropped.
+
+        Raises `ConfigError` for a configuration that cannot be.
         """
         if isinstance(given, Filter):
             self._filter: QueryFilter = given
