@@ -554,6 +554,18 @@ def test_the_gate_says_loudly_that_it_switches_itself_off() -> None:
     assert any("switched off" in warning for warning in player.warnings)
 
 
+def test_what_the_keeper_of_members_warns_of_is_shown() -> None:
+    class Loud(FutilityKeeper):
+        def member_ended(self, *args: Any, **how: Any) -> str | None:
+            super().member_ended(*args, **how)
+            return "futility stops are switched off"
+
+    player = Gated.make(MachineGate(None, Loud(FutilityRule(steps=3))), query=NO_FILTER)
+    player.want(1)
+    player.end(player.members(0)[0], reward=0.0)
+    assert player.warnings == ["futility stops are switched off"]
+
+
 def test_lots_are_of_the_episode_and_not_of_the_order_of_launches() -> None:
     drawn = []
     for groups in (1, 3):

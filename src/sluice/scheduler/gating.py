@@ -93,8 +93,8 @@ class MemberKeeper(Protocol):
 
     def member_ended(
         self, group_key: Hashable, member: Hashable, reward: Any = None, comparable: bool = True, *, env_steps: int | None = None
-    ) -> None:
-        """A member ended, stopped or not; comparable as for groups; env_steps: all that it took."""
+    ) -> str | None:
+        """A member ended, stopped or not; comparable as for groups; env_steps: all that it took. Answers with a warning, or None."""
 
     def group_ended(self, group_key: Hashable) -> None:
         """A group left."""
@@ -203,15 +203,16 @@ class MachineGate:
         )
 
     @_timed
-    def delivered(self, group: OpenGroup, place: int, rollout: Rollout, *, is_counted: bool) -> None:
-        """A member delivered and stays in its group; is_counted: its reward has a part in the statistics."""
+    def delivered(self, group: OpenGroup, place: int, rollout: Rollout, *, is_counted: bool) -> str | None:
+        """A member delivered and stays in its group; is_counted: its reward has a part in the statistics. A warning, or None."""
         is_comparable = is_counted and rollout.reward is not None and rollout.failure is None
         reward = rollout.reward if is_comparable else None
         key = _key(group)
         if self.groups is not None:
             self.groups.member_ended(key, place, reward, is_comparable, is_replaced=False)
-        if self.members is not None:
-            self.members.member_ended(key, place, reward, is_comparable, env_steps=rollout.env_steps)
+        if self.members is None:
+            return None
+        return self.members.member_ended(key, place, reward, is_comparable, env_steps=rollout.env_steps)
 
     @_timed
     def lost(self, group: OpenGroup, place: int, *, is_replaced: bool) -> None:

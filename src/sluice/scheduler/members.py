@@ -104,7 +104,9 @@ class Members(Cutting):
             group.story.append((now, "delivered", index))
             self.ledger.member_opened(tokens)
             if self.gate is not None:
-                self.gate.delivered(group, index, rollout, is_counted=group.counted[index])
+                warning = self.gate.delivered(group, index, rollout, is_counted=group.counted[index])
+                if warning is not None:
+                    out.append(ev.Warn(key=f"gate/{group.group_id}/{index}", message=warning))
                 if rollout.finish_reason == "stopped_futile":
                     self.ledger.member_stopped(tokens)
             if group.has_loop:
