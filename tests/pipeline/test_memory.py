@@ -97,3 +97,22 @@ def test_a_memory_that_no_checkpoint_can_hold_is_said_before_anything_is_written
     with pytest.raises(ConfigError, match=f"{mode}_env_manager.group_filter_cls.*(state_dict raised|got object)"):
         train(load_config(file), config_path=file, display=Recorder())
     assert not (tmp_path / "runs").exists()
+
+
+class Meddles(Counts):
+    """Writes into the task that it is shown, and remembers which problems it has seen."""
+
+    problems: ClassVar[list[str]] = []
+
+    def judge(self, group: Any) -> bool:
+        self.problems.append(group.rollouts[0].env_id)
+        group.task.entry["env_group"] = group.task.entry["episode"] = 99
+        return True
+
+
+def test_a_filter_that_writes_into_a_task_changes_no_later_evaluation(tmp_path: Path, model: Path) -> None:
+    file = recipe(tmp_path, model, Counts, Meddles)
+    train(load_config(file, ["trainer.max_steps=1"]), config_path=file, display=Recorder())
+    before, after = Meddles.problems[:3], Meddles.problems[3:]
+    assert sorted(before) == sorted(after)
+    assert len(set(before)) == 3

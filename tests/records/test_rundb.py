@@ -569,3 +569,13 @@ def test_case_78_memory_holds_no_record_once_it_is_written(folder: RunFolder, re
         assert records() <= before + 1
         with closing(sqlite3.connect(folder.run_db)) as db:
             assert db.execute("SELECT count(*) FROM groups").fetchone() == (5_000,)
+
+
+def test_whatever_user_code_says_can_be_told_as_an_event(folder: RunFolder, rows: Query) -> None:
+    """Exceptions of the user's may hold halves of surrogate pairs, which SQLite does not take: the rows beside them must not be lost."""
+    said = ["caf\udce9", "\ud800", "ünïcode \U0001f600", "", "nul \0 and\nline"]
+    with Journal(folder.run_db) as journal:
+        for message in said:
+            journal.event("error", message)
+    told = [message for (message,) in rows(folder.run_db, "SELECT message FROM events")]
+    assert told == [r"caf\udce9", r"\ud800", *said[2:]]

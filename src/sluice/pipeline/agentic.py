@@ -54,7 +54,6 @@ class AgenticJob(Job):
         self.groups_per_batch = config.groups_per_batch
         self.longest_completion = config.sequence_length
         held_out = config.val_env_manager
-        self.held_out: list[Task] = [] if held_out is None else held_out_episodes(config.domain, held_out.num_env_groups)
         self.validation_items = 0 if held_out is None else held_out.num_env_groups * held_out.group_size
         self.evaluate_every = config.validation.every_steps
         self._host: EnvironmentHost | None = None  # between `open` and `close`
@@ -152,11 +151,12 @@ class AgenticJob(Job):
     async def validate(self, on_result: Callable[[int, int], None]) -> dict[str, ValidationResult]:
         """Play every held-out episode."""
         assert self._val_player is not None
-        assert self.config.val_env_manager is not None
+        held_out = self.config.val_env_manager
+        assert held_out is not None
         return await validate_trajectories(
-            self.held_out,
+            held_out_episodes(self.config.domain, held_out.num_env_groups),  # made anew: filters of the user are shown them
             self._val_player,
-            repeats=self.config.val_env_manager.group_size,
+            repeats=held_out.group_size,
             temperature=self.config.validation.temperature,
             seed=HELD_OUT_SEED,
             group_filter=self.val_group_filter,

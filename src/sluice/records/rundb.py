@@ -350,8 +350,11 @@ class Journal:
         self._tell("validation", [_validation_row(self._evaluations, step, domain, result, now) for domain, result in results.items()])
 
     def event(self, level: str, message: str, step: int | None = None) -> None:
-        """Something a person should know afterwards. level: "info", "warning" or "error"."""
-        self._tell("events", [(self._clock(), step, level, message)])
+        """Something a person should know afterwards. level: "info", "warning" or "error".
+
+        message: may repeat what user code said; what of it is no text that can be written as UTF-8 is written as its code.
+        """
+        self._tell("events", [(self._clock(), step, level, message.encode(errors="backslashreplace").decode())])
 
     def fact(self, key: str, value: Any) -> None:
         """A fact about the run as a whole; the last one told replaces the one before. The value must fit into JSON."""
