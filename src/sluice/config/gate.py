@@ -33,6 +33,7 @@ class FutilityConfig(Section):
     floor: float = Field(default=0.95, gt=0, lt=1)  # of the model: least share of its stops that are right
     audit_rate: float = Field(default=0.1, ge=0, le=1)  # chance that a member runs on and tells whether its stop would have been right
     window: int = Field(default=500, ge=1, le=MOST_GROUPS_LAUNCHED)  # audited members that count, the newest ones
+    hold_precision: float | None = Field(default=None, gt=0, lt=1)  # nobody is stopped while audits are below this for certain
 
 
 class GateConfig(Section):

@@ -77,6 +77,7 @@ def _members(config: AgenticConfig, gate: GateConfig, futility: FutilityConfig, 
         window=futility.window,
         confidence=gate.confidence,
         horizon=horizon,
+        hold_precision=None if gate.shadow else futility.hold_precision,
     )
 
 

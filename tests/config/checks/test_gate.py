@@ -123,6 +123,10 @@ def test_what_cannot_be_is_told_while_loading(gate: Any, problem: str) -> None:
         ({"k": 10, "model": "rule.json"}, "gate.k: excludes model, which looks at steps of its own - delete one of the two"),
         ({"model": "rule.json", "threshold": 0.1}, "gate.threshold: has no effect because gate.model is given, and decides alone"),
         ({"k": 10, "floor": 0.9}, "gate.floor: has no effect because gate.model is not given - delete it, or give it"),
+        (
+            {"futility": {"steps": 4, "audit_rate": 0.0, "hold_precision": 0.9}},
+            "gate.futility.audit_rate: must be above 0 with gate.futility.hold_precision, got 0: without audits no precision is known",
+        ),
         ({"futility": {"model": "rule.json", "steps": 4}}, "gate.futility.model: excludes steps: a model decides alone"),
         ({"futility": {"steps": 4, "floor": 0.9}}, "gate.futility.floor: has no effect because gate.futility.model is not given"),
         ({"model": "rule.json", "floor": 1.0}, "gate.floor: expected a number > 0 and < 1"),
@@ -217,6 +221,7 @@ def test_a_barrier_needs_an_environment_for_every_member() -> None:
             "gate.futility.audit_rate is 0, so that no member tells",
         ),
         ({"shadow": True, "futility": {"steps": 4, "audit_rate": 0.3}}, {}, "gate.futility.audit_rate", "gate.shadow is true"),
+        ({"shadow": True, "futility": {"steps": 4, "hold_precision": 0.9}}, {}, "gate.futility.hold_precision", "gate.shadow is true"),
     ],
 )
 def test_settings_without_effect_are_refused(gate: Any, changes: Any, key: str, because: str) -> None:

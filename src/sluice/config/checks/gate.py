@@ -38,6 +38,10 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
     yield from _check_horizon(config, gate)
     if gate.futility is not None:
         yield from _check_signs(gate.futility)
+        if gate.futility.hold_precision is not None and not gate.futility.audit_rate and not gate.shadow:
+            hold = (*_FUTILITY, "hold_precision")
+            message = f"must be above 0 with {dotted(hold)}, got 0: without audits no precision is known - set 0.1"
+            yield Finding(path=(*_FUTILITY, "audit_rate"), reads=(hold, _SHADOW), message=message)
     if gate.cuts_groups:
         yield from _check_audit(gate)
         if gate.rule is not None:
@@ -200,6 +204,7 @@ def _idle_audit(gate: GateConfig) -> Iterator[Finding]:
         if gate.cuts_groups:
             yield idle(_AUDIT, Reason(_SHADOW, "true, where every group tells", "set shadow to false"))
         yield from _idle_futility(gate, "audit_rate", Reason(_SHADOW, "true, where every member tells", "set shadow to false"))
+        yield from _idle_futility(gate, "hold_precision", Reason(_SHADOW, "true, where nobody is stopped", "set shadow to false"))
     if gate.cuts_groups and not groups_tell:
         yield idle((*_GATE, "window"), Reason(_AUDIT, "0, so that no group tells", "raise it"))
     if not members_tell:
