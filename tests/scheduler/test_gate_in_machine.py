@@ -795,6 +795,14 @@ def test_its_own_cost_is_measured_by_the_clock_it_is_given() -> None:
     assert Gated.make(make_gate()).scheduler.metrics()["gate/seconds"] == 0.0
 
 
+def test_the_snapshot_for_a_person_holds_what_the_gate_says() -> None:
+    player = Gated.make(make_gate())
+    player.want(1)
+    converge(player, 0)
+    assert player.scheduler.snapshot(player.now)["gate"]["gate/cut"] == 1.0
+    assert player.scheduler.snapshot(player.now)["rejected"] == {"low_information/converged_prefix": 1}
+
+
 def test_saved_tokens_are_measured_by_what_groups_that_left_have_cost() -> None:
     player = Gated.make(make_gate())
     player.want(1)

@@ -41,6 +41,7 @@ def test_before_anything_is_asked_for_nothing_is_wanted() -> None:
         "rejected": {},
         "quarantined": 0,
         "tokens": 0,
+        "gate": None,
     }
 
 
