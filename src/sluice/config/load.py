@@ -150,7 +150,9 @@ def _path_keys(data: Mapping[str, Any]) -> Iterable[KeyPath]:
     for key in ("environment", "val_environment"):
         environment = data.get(key)
         if isinstance(environment, dict):
-            argument = ENVIRONMENT_FILES.get(str(environment.get("type")), "")
+            argument = ENVIRONMENT_FILES.get(str(environment.get("type")))
+            if argument is None:
+                continue
             args = environment.get("args")
             files = args.get(argument) if isinstance(args, dict) else None
             for index, file in enumerate(files if isinstance(files, list) else []):
