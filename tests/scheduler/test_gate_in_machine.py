@@ -554,6 +554,27 @@ def test_the_gate_says_loudly_that_it_switches_itself_off() -> None:
     assert any("switched off" in warning for warning in player.warnings)
 
 
+def test_a_stopped_group_leaves_nothing_behind() -> None:
+    """Case 144: four members, stopped at K = 3, two answers come afterwards: no row, two late results, four ends, one refill."""
+    player = Gated.make(make_gate(k=3, group_size=4), group_size=4)
+    player.want(1)
+    first = player.members(0)
+    converge(player, 0, steps=3)
+    player.tell(ev.MemberStepped(first[0], 4, "look", "late"))
+    player.tell(ev.MemberStepped(first[1], 4, "look", "late"))
+    player.acknowledge_all()
+    ledger = player.scheduler.ledger
+    assert ledger.late_results == 2
+    assert (ledger.attempts["cut"], ledger.groups["cut"]) == (4, 1)
+    assert player.record_of(0).outcome == "cut"
+    assert player.open_group_ids() == [1]
+    assert player.scheduler.running_attempts == 4
+    part(player, 1, steps=3)
+    for attempt_id, reward in zip(player.members(1), (0.0, 1.0, 0.0, 1.0), strict=True):
+        player.end(attempt_id, reward=reward)
+    assert player.trained() == [[1]]
+
+
 def test_what_the_keeper_of_members_warns_of_is_shown() -> None:
     class Loud(FutilityKeeper):
         def member_ended(self, *args: Any, **how: Any) -> str | None:
