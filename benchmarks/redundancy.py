@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from sluice.config import AgenticConfig, load_config
 from sluice.environments.household.environment import HouseholdEnvironment, HouseholdSettings
 from sluice.pipeline.agentic import AgenticJob
@@ -67,6 +69,7 @@ class _Silent:
 def fill_times(config: AgenticConfig, batches: int) -> tuple[list[float], int]:
     """Seconds of filling each batch, and the tokens sampled for all of them."""
     job = AgenticJob.build(config, lambda text: None)
+    weights = AutoModelForCausalLM.from_pretrained(config.model.path).state_dict()  # the same ones for every step
     seconds = []
     with LoopThread(threading.Event()) as loop:
         shell = loop.run(job.open(job.build_scheduler(), _Silent(), lambda: None, print), 60.0)
@@ -74,7 +77,8 @@ def fill_times(config: AgenticConfig, batches: int) -> tuple[list[float], int]:
             started = time.perf_counter()
             loop.run(shell.next_batch(config.groups_per_batch, batches - step), 600.0)
             seconds.append(time.perf_counter() - started)
-            loop.do(lambda step=step: shell.step_advanced(step))  # type: ignore[misc]
+            job.engine.publish(weights, step)
+            loop.do(lambda step=step: (shell.step_advanced(step), shell.weights_updated(step)))  # type: ignore[misc]
         loop.run(shell.close(), 15.0)
         loop.run(job.close(), 30.0)
     tokens = job.engine.sampled_tokens("train")
