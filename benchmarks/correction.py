@@ -3,9 +3,9 @@
     python benchmarks/correction.py [--threads 1] [--rounds 40]
 
 A batch of 256 rows of 4096 float32 log-probs, 64 segments a row, with filters on ratio and difference at all four levels and a token
-weight. A plain pass is `((a - b).exp() * m).sum()` over the same three arrays. Both are timed in turn; each figure is the processor time
-of the fastest round, since other processes only add to it, and the ratio of the medians stands beside it. Extra memory is the most that
-torch had allocated at once during a call, results included, plus the most that numpy had, in arrays of the size of the log-probs.
+weight. A plain pass is `((a - b).exp() * m).sum()` over the same three arrays. Both are timed in turn; each figure is the time of the
+fastest round, since other processes only add to it, and the ratio of the medians stands beside it. Extra memory is the most that torch
+had allocated at once during a call, results included, plus the most that numpy had, in arrays of the size of the log-probs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def in_turn(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of processor time of every round of each call."""
+    """Seconds of every round of each call."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, taken in zip(calls, seconds, strict=True):
-            started = time.process_time()
+            started = time.perf_counter()
             call()
-            taken.append(time.process_time() - started)
+            taken.append(time.perf_counter() - started)
     return seconds
 
 

@@ -223,7 +223,7 @@ def _measure(divergence: Divergence, verdict: _Verdict, weights: _Weights, token
     runs, counts = divergence.runs, divergence.counts
     has_tokens, divisor = counts > 0, counts.clamp(min=1)
     kept = verdict.kept.view(torch.int8).sum(1, dtype=torch.int32)  # [R] tokens that stay
-    count, log_ratio, ratio = counts.sum(), divergence.sequence_log_ratio.sum(), torch.cat(tokens.ratios)
+    count, log_ratio, ratio = counts.sum(), divergence.sequence_log_ratio.sum(), torch.cat(tokens.ratios).double()
     of_segments = runs.by_row(runs.sizes * ratio_of(divergence.segment_log_ratio))
     mean_diff = divergence.geometric_diff.sum()  # the mean over a row of token differences, and of those of its segments, is the same
     return {

@@ -61,7 +61,7 @@ class TokenPass:
             self._weigh(tokens, at)
         with torch.no_grad():
             ratio = tokens.ratio * tokens.weight if self._has_gradient else tokens.ratio.mul_(tokens.weight)  # not looked at any more
-            self.ratios.append(ratio.sum(1).double())
+            self.ratios.append(ratio.sum(1))
             self._count(squares=tokens.squares, nan_tokens=tokens.nan_tokens, clamped=tokens.clamped)
             if tokens.is_sound is not None:
                 self.stays.append(tokens.is_sound)
@@ -70,7 +70,7 @@ class TokenPass:
 
     def total(self, name: str) -> Tensor:
         """One of the sums over all rows. []"""
-        return torch.stack(self.counted[name]).double().sum()
+        return torch.cat([one.reshape(-1) for one in self.counted[name]]).double().sum()
 
     def _count(self, **values: Tensor) -> None:
         for name, value in values.items():
@@ -83,8 +83,9 @@ class TokenPass:
         else:
             torch.clamp(tokens.ratio, max=bound, out=self.is_weight[at])
         with torch.no_grad():
-            cut = self.is_weight[at]  # compared as 1 and 0: into bool takes several times as long
-            self._count(weight=cut.sum(1).double().sum(), unclipped=cut.clone().eq_(tokens.ratio).sum(1).double().sum())
+            cut = self.is_weight[at]
+            room = None if self._has_gradient else tokens.log_ratio  # not looked at any more; into bool takes several times as long
+            self._count(weight=cut.sum(1), unclipped=torch.eq(cut, tokens.ratio, out=room).sum(1))
 
     @torch.no_grad()
     def _judge(self, tokens: Tokens, kept: Tensor) -> None:
