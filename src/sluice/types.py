@@ -74,6 +74,7 @@ class Turn:
     action: str | None = None  # what was read from the text and given to the environment; None: nothing was
     is_admissible: bool | None = None  # whether the action was among the commands that would do something; None: nobody says
     reward: float | None = None  # of the environment step that followed; None: none did
+    progress: float | None = None  # as the environment had said before it, like the observation; None: it does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

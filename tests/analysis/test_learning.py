@@ -24,11 +24,12 @@ from tests.gate.played_groups import FEW, HORIZON, played
 from tests.records.conftest import make_record
 
 
-def rollouts(number: int, is_judged: bool = True) -> list[Rollout]:
+def rollouts(number: int, is_judged: bool = True, is_measured: bool = False) -> list[Rollout]:
     """A played group as a run records it."""
     found = []
     for index, member in enumerate(played(number).members):
         seen = ["room 0", *(step.reply for step in member.steps)]
+        progress = [0.0, *(step.progress for step in member.steps)]
         turns = tuple(
             replace(
                 make_turn(),
@@ -37,19 +38,23 @@ def rollouts(number: int, is_judged: bool = True) -> list[Rollout]:
                 is_admissible=step.is_admissible if is_judged else None,
                 inference_logprobs=np.full(len(make_turn().token_ids), step.logprob, dtype=np.float32),
                 reward=member.reward if t == len(member.steps) else 0.0,
+                progress=progress[t - 1] if is_measured else None,
             )
             for t, (before, step) in enumerate(zip(seen, member.steps, strict=False), 1)
         )
-        plain = make_rollout(reward=member.reward, attempt_id=100 * number + index, group_id=number, member_index=index)
+        metrics = {"progress": progress[-1]} if is_measured else {}
+        plain = make_rollout(reward=member.reward, attempt_id=100 * number + index, group_id=number, member_index=index, metrics=metrics)
         found.append(replace(plain, turns=turns, task_type="walk", finish_reason="completed"))
     return found
 
 
-def record(folder: Path, numbers=range(110), is_judged: bool = True, identity: str = "a run", change=None, **more) -> Path:
+def record(
+    folder: Path, numbers=range(110), is_judged: bool = True, identity: str = "a run", change=None, is_measured: bool = False, **more
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     recorder = RolloutRecorder(folder / "rollouts", {"identity": identity, "group_size": 4})
     for number in numbers:
-        members = rollouts(number, is_judged)
+        members = rollouts(number, is_judged, is_measured)
         if change is not None:
             members = change(number, members)
         for member in members:
@@ -80,6 +85,23 @@ def test_a_recording_holds_what_was_played(tmp_path: Path) -> None:
             assert member.tokens == (len(make_turn().token_ids),) * len(member.steps)
     with pytest.raises(AnalysisError, match=r"progress of attempt 0: expected \d+ numbers"):
         list(played_groups(read_rollouts(folder), group_size=4, progress=lambda member: []))
+
+
+def test_the_progress_that_an_environment_told_is_recorded_with_every_step(tmp_path: Path) -> None:
+    folder = record(tmp_path, range(6), is_measured=True)
+    for number, group in enumerate(played_groups(read_rollouts(folder), group_size=4)):
+        for member, original in zip(group.members, played(number).members, strict=True):
+            assert member.first_progress == 0.0
+            assert [step.progress for step in member.steps] == [step.progress for step in original.steps]
+    silent = record(tmp_path / "silent", range(2))
+    assert {step.progress for group in played_groups(read_rollouts(silent), group_size=4) for step in group.members[0].steps} == {None}
+
+
+def test_a_rule_is_learned_from_progress_where_every_recording_has_it(tmp_path: Path) -> None:
+    one = record(tmp_path / "one", range(80), is_measured=True)
+    assert learn_rule([one], folds=3).inputs == ("reply", "is_admissible", "progress", "logprob")
+    silent = record(tmp_path / "two", range(100, 140), identity="another run")
+    assert learn_rule([one, silent], folds=3).inputs == ("reply", "is_admissible", "logprob")
 
 
 def test_only_groups_that_ran_to_their_end_are_evidence(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ def test_what_the_environment_says_of_a_problem_comes_with_the_rollout() -> None
         assert rollout.flags == {"drop_flag"}
         assert rollout.reward == 0.75
         assert (rollout.metrics["success"], rollout.metrics["progress"]) == (1, 0.5)
+        assert [turn.progress for turn in rollout.turns] == [0.5] * 3
         assert "admissible_share" not in rollout.metrics
         assert [turn.is_admissible for turn in rollout.turns] == [None] * 3
 

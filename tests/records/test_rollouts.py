@@ -116,6 +116,7 @@ def turns(draw: st.DrawFn) -> Turn:
         action=draw(st.none() | texts),
         is_admissible=draw(st.none() | st.booleans()),
         reward=draw(st.none() | finite),
+        progress=draw(st.none() | finite),
     )
 
 
@@ -291,6 +292,15 @@ def test_what_was_told_is_written_after_a_while_without_anybody_waiting(place: P
         assert not seen.wait(0.01)
     assert ids_in(place.parent) == [1]
     recorder.close()
+
+
+def test_a_recording_from_before_progress_was_recorded_is_still_read(folder: RunFolder) -> None:
+    record_groups(folder.rollouts, [1])
+    (path,) = read_rollouts(folder.path).parts
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["progress"]), path)
+    (group,) = read_rollouts(folder.path)
+    assert [turn.progress for member in group.members for turn in member.turns] == [None] * sum(len(one.turns) for one in group.members)
 
 
 def test_the_facts_of_the_run_are_in_every_part(folder: RunFolder) -> None:

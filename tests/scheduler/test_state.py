@@ -318,7 +318,7 @@ def test_committed_groups_come_back_whole_with_everything_that_trains() -> None:
     player.finish_group(0, MIXED)
     launch = player.pending.pop(2)
     turns = (
-        make_turn(3, version=0),
+        dataclasses.replace(make_turn(3, version=0), observation="a hall", action="look", is_admissible=True, reward=0.25, progress=0.5),
         dataclasses.replace(make_turn(2, version=0), token_versions=np.array([0, 1]), prompt_ids=np.array([9])),
     )
     rollout = dataclasses.replace(make_rollout(launch, 0.5, metrics={"accuracy": 1.0}), turns=turns, finish_reason="length", seconds=1.5)
@@ -336,7 +336,8 @@ def test_committed_groups_come_back_whole_with_everything_that_trains() -> None:
     for old, new in zip(turns, first.turns, strict=True):
         for name in ("prompt_ids", "token_ids", "inference_logprobs"):
             assert getattr(new, name).dtype == getattr(old, name).dtype
-            assert np.array_equal(getattr(new, name), getattr(old, name))
+        for field in dataclasses.fields(old):
+            assert np.array_equal(getattr(new, field.name), getattr(old, field.name))
     assert first.turns[0].token_versions is None
     assert first.turns[1].token_versions is not None
     assert list(first.turns[1].token_versions) == [0, 1]

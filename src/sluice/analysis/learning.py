@@ -15,7 +15,9 @@ from sluice.gate.played import PlayedGroup
 from sluice.records.rollout_reader import RecordedGroup, read_rollouts
 
 ALWAYS: Final = ("reply", "logprob")
-"""What every recording holds of a step. Progress is not recorded; whether an action was admissible only where the environment says it."""
+"""What every recording holds of a step. Progress, and whether an action was admissible, only where the environment says it."""
+
+WHERE_TOLD: Final = ("is_admissible", "progress")
 
 
 def learn_rule(
@@ -42,8 +44,8 @@ def learn_rule(
     sizes = {len(group.members) for group in groups}
     if len(sizes) > 1:
         raise AnalysisError(f"expected runs with groups of one size, got sizes {sorted(sizes)} - learn from each apart")
-    is_judged = all(step.is_admissible is not None for group in groups for member in group.members for step in member.steps)
-    inputs = (*ALWAYS, *(("is_admissible",) if is_judged else ()))
+    steps = [step for group in groups for member in group.members for step in member.steps]
+    inputs = (*ALWAYS, *(name for name in WHERE_TOLD if all(getattr(step, name) is not None for step in steps)))
     longest = max(len(member.steps) for group in groups for member in group.members)
     try:
         return fit_learned(

@@ -1,7 +1,7 @@
 """Recorded rollouts as finished groups, step by step: what a learned rule is fitted on (`sluice.gate.fit_learned`).
 
 Only groups that ran to their end tell how groups end: those that the gate cut, or in which a member failed, was truncated or was stopped,
-are left out. An environment's progress is not recorded; where it can be played again, `progress` tells it.
+are left out. An environment's progress is recorded where it tells one; of older recordings, `progress` can tell it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sluice.errors import AnalysisError
 from sluice.gate.played import PlayedGroup, PlayedMember
 from sluice.gate.traces import Step
 from sluice.records.rollout_reader import RecordedGroup
-from sluice.types import Rollout
+from sluice.types import Rollout, Turn
 
 ENDS: Final = frozenset({"completed", "max_turns"})
 """How a trajectory ends by itself."""
@@ -27,7 +27,7 @@ Progress = Callable[[Rollout], Sequence[float]]
 def played_groups(groups: Iterable[RecordedGroup], *, group_size: int, progress: Progress | None = None) -> Iterator[PlayedGroup]:
     """The groups of a recording that ran to their end with `group_size` members.
 
-    Raises `AnalysisError` for a progress of another length.
+    progress: in the place of what is recorded. Raises `AnalysisError` for one of another length.
     """
     for group in groups:
         whole = [member for member in group.members if member.reward is not None and member.finish_reason in ENDS and member.env_steps]
@@ -41,7 +41,7 @@ def played_groups(groups: Iterable[RecordedGroup], *, group_size: int, progress:
 
 def _member(member: Rollout, progress: Progress | None) -> PlayedMember:
     turns = [turn for turn in member.turns if turn.reward is not None]
-    told = None if progress is None else [float(value) for value in progress(member)]
+    told = _recorded(member, turns) if progress is None else [float(value) for value in progress(member)]
     if told is not None and len(told) != len(turns) + 1:
         raise AnalysisError(
             f"progress of attempt {member.attempt_id}: expected {len(turns) + 1} numbers, one after the reset and one after each step, got "
@@ -67,3 +67,10 @@ def _member(member: Rollout, progress: Progress | None) -> PlayedMember:
         earned=tuple(np.cumsum([turn.reward for turn in turns]).tolist()),
         tokens=tuple(len(turn.token_ids) for turn in turns),
     )
+
+
+def _recorded(member: Rollout, turns: Sequence[Turn]) -> list[float] | None:
+    """The progress after the reset and after each step; None: it was not recorded, or the environment does not say it all along."""
+    before = [turn.progress for turn in turns]
+    told = [value for value in (*before, member.metrics.get("progress", before[-1])) if value is not None]
+    return told if len(told) == len(turns) + 1 else None

@@ -245,6 +245,7 @@ class Trajectory:
                 action=action,
                 is_admissible=is_admissible,
                 reward=step.reward if isinstance(step, EnvStep) else None,
+                progress=self.progress,
             )
             self.turns.append(turn)
             if step is None:

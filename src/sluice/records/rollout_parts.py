@@ -89,6 +89,7 @@ _TURN_COLUMNS: Final[Sequence[tuple[str, pa.DataType, Callable[[Turn], Any]]]] =
     ("actions", pa.string(), attrgetter("action")),
     ("is_admissible", pa.bool_(), attrgetter("is_admissible")),
     ("step_rewards", pa.float64(), attrgetter("reward")),
+    ("progress", pa.float64(), attrgetter("progress")),
     ("turn_finish_reasons", pa.string(), attrgetter("finish_reason")),
     ("turn_policy_versions", pa.int64(), attrgetter("policy_version")),
 )
@@ -115,6 +116,11 @@ SCHEMA: Final = pa.schema(
         *((name, pa.list_(pa.list_(kind))) for name, kind, _ in _TOKEN_COLUMNS),
     ]
 )
+
+LATER: Final = ("progress",)
+"""Columns that recordings of earlier versions lack, and that readers do without."""
+
+_WITHOUT_LATER: Final = pa.schema([entry for entry in SCHEMA if entry.name not in LATER])
 
 _STORED: Final[Mapping[str, Any]] = {  # how the columns are stored, which no reader has to know
     "compression": "zstd",
@@ -260,7 +266,7 @@ def _facts_of(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
         raise RecordError(
             f"{path} must have schema version {SCHEMA_VERSION}, got {version} - read it with the version of Sluice that wrote it"
         )
-    if not file.schema_arrow.equals(SCHEMA):
+    if not any(file.schema_arrow.equals(schema) for schema in (SCHEMA, _WITHOUT_LATER)):
         raise RecordError(f"{path} must have the columns that Sluice records, got others - the file was edited: record the run again")
     return facts
 

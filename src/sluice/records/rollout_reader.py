@@ -151,6 +151,7 @@ _OF_TURN: Final = {  # column -> field of Turn
     "actions": "action",
     "is_admissible": "is_admissible",
     "step_rewards": "reward",
+    "progress": "progress",
     "turn_finish_reasons": "finish_reason",
     "turn_policy_versions": "policy_version",
 }
@@ -198,9 +199,10 @@ def _failure(cause: Any, reason: Any, detail: Any) -> Failure | None:
 
 def _turns(table: pa.Table) -> list[Turn]:
     """All turns of all rows, one after another."""
-    columns = [_inner(table, name).to_pylist() for name in _OF_TURN]
+    of_turn = [name for name in _OF_TURN if name not in load_parts().LATER or name in table.column_names]
+    columns = [_inner(table, name).to_pylist() for name in of_turn]
     columns += [_arrays(_inner(table, name), kind) for name, kind in _OF_TOKENS.items()]
-    fields = (*_OF_TURN.values(), *_OF_TOKENS)
+    fields = (*(_OF_TURN[name] for name in of_turn), *_OF_TOKENS)
     return [Turn(**dict(zip(fields, turn, strict=True))) for turn in zip(*columns, strict=True)]
 
 

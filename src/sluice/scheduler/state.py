@@ -16,7 +16,7 @@ from sluice.errors import GateError, RecordError
 from sluice.ledger import Ledger
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import OpenGroup
-from sluice.scheduler.slots import Slot
+from sluice.scheduler.slots import ClosedPlace, Slot
 from sluice.types import Failure, Group, Rollout, Task, Turn
 
 if TYPE_CHECKING:
@@ -78,12 +78,13 @@ def save(machine: Core, in_flight: Mapping[int, int], now: float | None) -> dict
         "open_groups": list(machine._groups),
         # A batch that was delivered and not stepped on has taken nothing: its groups are committed here.
         "buffer": machine.buffer.state_dict() | ({"taken_of_oldest": 0} if delivered else {}),
-        "slots": machine.slots.state_dict(),
+        "slots": machine.slots.state_dict() | ({"base": machine.slots.base - machine._requested} if delivered else {}),
         "again": [list(slot) for slot in sorted(again, key=lambda slot: slot.ticket)],
         "prompts": machine.prompts.state_dict(outstanding),
         "guard": None if machine.guard is None else machine.guard.state_dict(),
         "gate": None if machine.gate is None else machine.gate.state_dict(),
-        "closed_ahead": [[ticket, domain] for ticket, domain in machine._closed_ahead.items()],
+        "closed": None if machine._closed is None else [list(place) for place in machine._closed],
+        "closed_ahead": [list(place) for place in machine._closed_ahead],
         "ledger": ledger.state_dict(),
         "judged": machine._judged,
         "kept": machine._kept,
@@ -114,7 +115,9 @@ def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> 
             machine.guard.load_state_dict(saved["guard"])
         if machine.gate is not None and saved["gate"] is not None:
             machine.gate.load_state_dict(saved["gate"])
-        machine._closed_ahead = {int(ticket): domain for ticket, domain in saved["closed_ahead"]}
+        closed = saved["closed"]
+        machine._closed = None if closed is None else [ClosedPlace(*place) for place in closed]
+        machine._closed_ahead = [ClosedPlace(*place) for place in saved["closed_ahead"]]
         machine.ledger.load_state_dict(saved["ledger"])
         machine._judged, machine._kept = int(saved["judged"]), int(saved["kept"])
         machine._empty_in_a_row = int(saved["empty_in_a_row"])
@@ -208,6 +211,7 @@ def _save_rollout(rollout: Rollout) -> dict[str, Any]:
                 "action": turn.action,
                 "is_admissible": turn.is_admissible,
                 "reward": turn.reward,
+                "progress": turn.progress,
             }
             for turn in rollout.turns
         ],
