@@ -7,9 +7,8 @@ is chosen on that half, and the other half is measured, once. Groups are replaye
 functions that a running gate calls; what would have been stopped or cut is known to its end, so that every decision can be judged.
 
 - saved, tokens: share of all environment steps, of all sampled tokens, that are not run; safe: by decisions that were right
-- precision: of cuts, groups whose rewards would all have been equal had nothing been stopped; of stops, trajectories that would have ended
-with
-  the reward they had; as audited: of cuts, with the stops in force, which is what a run can see
+- precision: of cuts, groups whose rewards would all have been equal had nothing been stopped; of stops, trajectories that would have
+  ended with the reward they had; as audited: of cuts, with the stops in force, which is what a run can see
 - kept: L2 norm of the advantages of the groups that still train, as a share of all (scaled by the standard deviation)
 - oracle: cuts every group with equal rewards at step 10, and no other
 
@@ -33,10 +32,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.analysis.played import played_groups
-from sluice.environments.household.game import Game
-from sluice.environments.household.generator import make_game
-from sluice.environments.household.goals import progress
-from sluice.environments.household.twin import House
 from sluice.errors import ConfigError
 from sluice.gate import FutilityKeeper, FutilityRule, LearnedFutility, LearnedRule, SequentialKeeper, clopper_pearson, fit_learned, signals
 from sluice.gate.futility import MemberRule
@@ -46,7 +41,6 @@ from sluice.gate.offline import auroc
 from sluice.gate.played import PlayedGroup, looks, with_futility
 from sluice.gate.traces import INPUTS, GroupTrace
 from sluice.records import read_rollouts
-from sluice.types import Rollout
 
 K = 10  # the published step
 FLOORS = (0.8, 0.9, 0.95)
@@ -56,26 +50,6 @@ DRAWS = 1000
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
-
-
-def game_of(env_id: str) -> Game:
-    """The game that a recorded trajectory played."""
-    _, split, task_type, plan, size, seed = env_id.split("/")
-    game = make_game(task_type, int(plan.removeprefix("FloorPlan")), int(seed), split, size)  # type: ignore[arg-type]
-    assert game is not None
-    return game
-
-
-def progress_of(member: Rollout) -> list[float]:
-    """How far a recorded trajectory had come after the reset and after each step: it is played again."""
-    assert member.env_id is not None
-    house = House(game_of(member.env_id))
-    told = [progress(house)]
-    for turn in member.turns:
-        if turn.reward is not None:
-            house.step(turn.action or "")
-            told.append(progress(house))
-    return told
 
 
 @dataclass(frozen=True)
@@ -389,11 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     halves: dict[str, tuple[Data, Data]] = {}
     for policy in asked.policies:
         name, _, paths = policy.partition("=")
-        groups = [
-            group
-            for path in paths.split(",")
-            for group in played_groups(read_rollouts(path), group_size=8, progress=progress_of if "progress" in asked.inputs else None)
-        ]
+        groups = [group for path in paths.split(",") for group in played_groups(read_rollouts(path), group_size=8)]
         order = rng.permutation(len(groups))
         middle = len(groups) // 2
         halves[name] = Data([groups[i] for i in order[:middle]]), Data([groups[i] for i in order[middle:]])
