@@ -33,7 +33,8 @@ def learn(
 ) -> None:
     """Fit a rule that tells after every step how likely a group is to end with equal rewards, and a member to earn nothing more.
 
-    It is fitted on groups that ran to their end, by what recordings hold of every step: action, reply, whether it was admissible, log-prob.
+    It is fitted on groups that ran to their end, by what recordings hold of every step: action, reply, log-prob, and where the environment
+    tells them whether the action was admissible, and progress.
 
     Example: `sluice gate learn runs/RUN --futility-floor 0.95 --out gate_model.json`
 
