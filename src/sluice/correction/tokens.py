@@ -51,7 +51,7 @@ class TokenPass:
         """Take in some rows."""
         mask, may_look = self.mask[at], self.may_look
         if self._given is not self.mask:
-            mask.copy_(self._given[at].bool())
+            mask.copy_(self._given[at])
         tokens, runs = of_tokens(mask, old, inference, may_look=may_look), runs_of(mask, may_look=may_look)
         self.runs.append(runs)
         self.log_ratios.append(runs.sums(tokens.exact, exactly=True, may_look=may_look))
