@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.errors import GateError, RecordError
+from sluice.filters import RatioGuard
 from sluice.gate import FutilityKeeper, FutilityRule, Gate, GateKeeper, LearnedFutility, SequentialKeeper
 from sluice.gate.audit import drawn
 from sluice.records.checkpoints import decode, encode
@@ -432,6 +433,20 @@ def test_a_batch_of_which_every_group_was_cut_is_filled_again_and_three_in_a_row
     assert "gate.threshold" in message
 
 
+@pytest.mark.parametrize("collect", ["as_finished", "in_order"])
+def test_a_group_in_reserve_keeps_no_place_of_a_batch_that_is_filled_again(collect: str) -> None:
+    player = Gated.make(make_gate(on_cut="drop"), collect=collect, on_exhausted="keep_low_information")
+    player.want(2)
+    player.run_group(0, 1.0, 1.0)  # no spread: held in reserve, and replaced
+    converge(player, 1)
+    converge(player, 2)
+    assert player.scheduler.filling == (0, 2)
+    assert len(player.open_group_ids()) == 2
+    for group_id in player.open_group_ids():
+        player.run_group(group_id, 0.0, 1.0)
+    assert [len(batch.groups) for batch in player.batches] == [2]
+
+
 def test_a_group_that_is_cut_before_its_batch_is_asked_for_makes_that_batch_smaller() -> None:
     player = Gated.make(make_gate(on_cut="drop"), async_generation_ratio=1.0)
     player.want(2)
@@ -502,6 +517,120 @@ def test_a_place_closed_ahead_is_saved() -> None:
     fresh.load_state_dict(state, player.source.lookup)  # type: ignore[union-attr]
     fresh.handle(ev.BatchWanted(groups=2), 0.0)
     assert fresh.filling == (0, 1)
+
+
+def gone_on(player: Gated, **gate: Any) -> Gated:
+    """A fresh machine that goes on where this one stands now, as after a kill."""
+    state = decode(encode(player.scheduler.state_dict(dict.fromkeys(player.pending, 1))))
+    source = EpisodeTasks(DOMAIN, 4, seed=1)
+    source.load_state_dict(decode(encode(player.source.state_dict(list(map(tuple, state["outstanding"]))))))  # type: ignore[union-attr]
+    fresh = make_gate(**gate)
+    later = Gated(Scheduler(player.scheduler.config, player.scheduler.filters, gate=fresh), source, gate=fresh)  # type: ignore[arg-type]
+    later.carry_out_unchecked(later.scheduler.load_state_dict(state, player.source.lookup))  # type: ignore[union-attr]
+    later.inherited_launches = later.scheduler.ledger.attempts_launched
+    later.inherited_records = player.inherited_records + len(player.records)
+    later.engine_tokens = later.scheduler.ledger.total_tokens
+    return later
+
+
+CLOSED_MODES: list[dict[str, Any]] = [
+    {},
+    {"async_generation_ratio": 1.0},
+    {"async_generation_ratio": 1.0, "collect": "in_order"},
+    {"collect": "in_order"},
+    {"max_additional_running_prompts": 2},
+]
+
+
+@pytest.mark.parametrize("mode", CLOSED_MODES, ids=str)
+def test_a_place_that_is_closed_stays_closed_in_a_batch_that_is_filled_again(mode: dict[str, Any]) -> None:
+    player = Gated.make(make_gate(on_cut="drop"), query=NO_FILTER, **mode)
+    player.want(3)
+    converge(player, 1)
+    assert player.scheduler.filling == (0, 2)
+    later = gone_on(player, on_cut="drop")
+    later.want(3)
+    assert later.scheduler.filling == (0, 2)
+    for group_id in later.open_group_ids()[:2]:
+        later.run_group(group_id, 0.0, 1.0)
+    assert [len(batch.groups) for batch in later.batches] == [2]
+    assert later.metrics[0]["scheduler/closed_by_gate"] == 1.0
+    later.step()
+    later.want(3)
+    assert later.scheduler.filling == (0, 3)
+
+
+@pytest.mark.parametrize("mode", CLOSED_MODES, ids=str)
+def test_a_batch_that_was_delivered_and_not_stepped_on_is_the_same_after_a_resume(mode: dict[str, Any]) -> None:
+    player = Gated.make(make_gate(on_cut="drop"), query=NO_FILTER, **mode)
+    player.want(3)
+    converge(player, 1)
+    for group_id in (0, 2):
+        player.run_group(group_id, 0.0, 1.0)
+    (delivered,) = player.trained()
+    assert len(delivered) == 2
+    is_ahead = bool(player.open_group_ids()) and "async_generation_ratio" in mode
+    if is_ahead:
+        converge(player, player.open_group_ids()[0])  # of the next batch
+    later = gone_on(player, on_cut="drop")
+    later.want(3)
+    assert later.trained() == [delivered]
+    later.step()
+    later.want(3)
+    assert later.scheduler.filling == (0, 3 - is_ahead)
+
+
+def test_what_the_guard_left_out_stays_out_of_a_batch_that_is_filled_again() -> None:
+    def guarded() -> MachinePlayer:
+        config = SchedulerConfig(group_size=2)
+        machine = Scheduler(config, make_filters(STD_FILTER, group_size=2), guard=RatioGuard(0.0, "cumulative", 10, "shrink"))
+        return MachinePlayer(machine, ListSource(make=lambda i: make_task(f"t{i}")))
+
+    player = guarded()
+    player.want(3)
+    player.finish_group(0, [1.0, 1.0])
+    assert player.scheduler.filling == (0, 2)
+    later = guarded()
+    later.scheduler.load_state_dict(decode(encode(player.scheduler.state_dict())), player.source._by_id)
+    later.scheduler.handle(ev.BatchWanted(groups=3), 0.0)
+    assert later.scheduler.filling == (0, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["cut", "run", "run", "step", "kill"]), st.integers(0, 9)), max_size=25),
+    groups=st.integers(1, 4),
+    mode=st.sampled_from(CLOSED_MODES),
+)
+def test_whenever_a_checkpoint_is_taken_every_place_is_kept_or_closed(
+    moves: list[tuple[str, int]], groups: int, mode: dict[str, Any]
+) -> None:
+    """What a batch still lacks is the same before and after."""
+    player = Gated.make(make_gate(on_cut="drop"), query=NO_FILTER, **mode)
+    player.want(groups)
+    delivered = 0
+    for what, place in moves:
+        open_groups = player.open_group_ids()
+        if what == "kill":
+            before, is_delivered = player.scheduler.filling, len(player.batches) > delivered
+            trained = player.trained()[-1:] if is_delivered else []
+            player = gone_on(player, on_cut="drop")
+            player.want(groups)
+            if is_delivered:
+                assert player.trained() == trained
+            else:
+                assert player.scheduler.filling == before
+            delivered = 0
+        elif what == "step" and len(player.batches) > delivered:
+            delivered += 1
+            player.step()
+            player.want(groups)
+        elif open_groups and what == "cut":
+            converge(player, open_groups[place % len(open_groups)])
+        elif open_groups and what == "run":
+            player.run_group(open_groups[place % len(open_groups)], 0.0, 1.0)
+        if player.failures:
+            return
 
 
 def test_a_batch_that_shrinks_replaces_nothing_whatever_the_gate_says() -> None:

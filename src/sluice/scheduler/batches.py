@@ -52,38 +52,41 @@ class Batches(LoopGroups):
         self.buffer.close_batch(max(0, self.buffer.quota - (self.buffer.lookahead if self.config.is_async else 0)))
 
     def _close_places(self) -> None:
-        """The batch is smaller by the places of it that the gate closed before it was asked for, as far as a batch can be."""
-        if not self._closed_ahead:
-            return
+        """The batch is smaller by the places of it that were closed before it was asked for, as far as a batch can be."""
         assert self._wanted is not None
-        end: float = self._window_end() if self.config.goes_by_ticket else math.inf
-        mine = sorted(ticket for ticket in self._closed_ahead if ticket < end)
-        for ticket in mine[self._wanted - 1 :]:
-            del self._closed_ahead[ticket]
-        count = min(len(mine), self._wanted - 1)
-        self._wanted -= count
-        self._tally.closed += count
-        self.buffer.close_batch(count)
+        before, self._closed = self._closed, []
+        if before is None:
+            end: float = self._window_end() if self.config.goes_by_ticket else math.inf
+            before = sorted(place for place in self._closed_ahead if place.ticket < end)
+            self._closed_ahead = [place for place in self._closed_ahead if place.ticket >= end]
+        for place in before[: self._wanted - 1]:
+            self._shrink_by(place)
+            if place.is_by_guard:
+                self._tally.shrunk += 1
+            else:
+                self._tally.closed += 1
 
     def _open_slots(self) -> None:
         """Owe a group of round 1 for every place of this batch, and of the lookahead, that has none and is not closed."""
         slots, wanted = self.slots, self._requested
+        mine = self._closed or []
+        closed = [*mine, *self._closed_ahead]
         total = wanted + self.buffer.lookahead
         if self._batches_left is not None:
             total = min(total, wanted * (1 + self._batches_left))
         end = slots.base + total
         if self.config.goes_by_ticket:
-            taken = {group.slot.ticket for group in self._groups.values() if group.outcome is None}
+            taken = {group.slot.ticket for group in self._in_place()}
             taken.update(slot.ticket for slot in slots.waiting())
-            taken.update(self._closed_ahead)
+            taken.update(place.ticket for place in closed)
             first = max(slots.base, slots.next_ticket) if self.config.fill == "shrink" else slots.base
             slots.owed.extend([slots.give(ticket) for ticket in range(first, end) if ticket not in taken])
         elif slots.mix is not None and self.config.mix_on == "kept":
             self._needs = slots.mix.counts(slots.base, slots.base + wanted)
             have = self._by_domain()
             have.update(str(slot.domain) for slot in slots.waiting())
-            have.update(self._closed_ahead.values())
-            self._needs -= Counter(self._closed_ahead.values())
+            have.update(place.domain for place in closed)
+            self._needs -= Counter(place.domain for place in mine)
             for ticket in range(slots.base, end):
                 domain = slots.mix.domain_of(ticket)
                 if have[domain] > 0:
@@ -91,19 +94,21 @@ class Batches(LoopGroups):
                 else:
                     slots.owed.append(slots.give(ticket))
         else:
-            missing = total - self.buffer.running - self.buffer.committed - slots.drawing - len(slots.owed) - len(self._closed_ahead)
+            missing = total - self.buffer.running - self.buffer.committed - slots.drawing - len(slots.owed) - len(closed)
             for _ in range(missing):
                 slots.owed.append(slots.give(slots.next_ticket))
         limit = self.config.max_groups_per_batch
         if limit is not None:
             self._budget = limit + max(0, len(slots.owed) - wanted)  # what is prepared for later batches does not count
-        if self._closed_ahead:
-            first_later = self._window_end() if self.config.goes_by_ticket else math.inf
-            self._closed_ahead = {ticket: domain for ticket, domain in self._closed_ahead.items() if ticket >= first_later}
 
     def _by_domain(self) -> Counter[str]:
         """Running and committed groups of each domain."""
-        return Counter(group.task.domain for group in self._groups.values() if group.outcome is None)
+        return Counter(group.task.domain for group in self._in_place())
+
+    def _in_place(self) -> list[OpenGroup]:
+        """Groups that have a place in a batch: all that have not left, but those in reserve, which others replace."""
+        spare = {group.group_id for group, _, _ in self._spare}
+        return [group for group in self._groups.values() if group.outcome is None and group.group_id not in spare]
 
     def _go_on(self, now: float, out: list[ev.Instruction]) -> None:
         """Launch what may be launched, deliver what is full, act on the bound: called after everything that changes the buffer."""
@@ -351,6 +356,8 @@ class Batches(LoopGroups):
         self._wanted = None
         self._empty_in_a_row = 0
         self._delivered = groups
+        if not groups:
+            self._closed = None
         self.slots.next_batch(self._requested)
         self._needs = Counter()
         self._close_quota()
@@ -452,6 +459,7 @@ class Batches(LoopGroups):
         tally.launched_before = tally.launched
         tally.ahead = 0
         tally.closed, tally.is_emptied = 0, False
+        self._closed = []
         tally.empty_tries += 1
         assert self._wanted is not None
         self.buffer.close_batch(self._wanted - self._requested)  # opens again what the guard has left out
@@ -467,7 +475,7 @@ class Batches(LoopGroups):
         self.slots.forget()
         self._release_spares(now, out)
         if self._wanted is not None:
-            self._wanted = None
+            self._wanted = self._closed = None
             self._tally = Tally()
         out.append(ev.Fail(message=message))
 

@@ -15,7 +15,7 @@ from sluice.scheduler import state, watch
 from sluice.scheduler.buffer import ReplayBuffer
 from sluice.scheduler.groups import OpenGroup
 from sluice.scheduler.prompts import Prompts
-from sluice.scheduler.slots import Mix, Slots
+from sluice.scheduler.slots import ClosedPlace, Mix, Slots
 from sluice.scheduler.tally import Tally
 from sluice.types import Failure, Group, Task, Verdict
 
@@ -75,7 +75,9 @@ class Core(ABC):
         self._needs: Counter[str] = Counter()  # groups of each domain that the batch shall have, where kept groups are mixed
         self._budget: int | None = None  # groups that may still be launched for this batch; None: no such bound
         self._tally = Tally()
-        self._closed_ahead: dict[int, str] = {}  # ticket -> domain of places of later batches that nobody fills again
+        # Of the batch that is filled, or trained; after a restart, of the one that is asked for again. None: there is no such batch.
+        self._closed: list[ClosedPlace] | None = None
+        self._closed_ahead: list[ClosedPlace] = []  # of later batches
         self._delivered: list[OpenGroup] = []  # of the batch that is being trained
         self._spare: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # dropped for low information, kept in reserve for the batch
         self._held: deque[tuple[OpenGroup, Group, Verdict]] = deque()  # the guard does not let them go yet

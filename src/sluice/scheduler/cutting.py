@@ -8,6 +8,7 @@ from typing import Final
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import OpenGroup
 from sluice.scheduler.judging import Judging
+from sluice.scheduler.slots import ClosedPlace
 from sluice.types import Verdict
 
 PREFIX: Final = "gate/"  # of what the gate saw of a group and did not cut, in the evidence of its record
@@ -79,12 +80,12 @@ class Cutting(Judging):
 
     def _close_place(self, group: OpenGroup) -> None:
         """No group takes the place of this one: the batch that it was launched for is smaller by it, as far as a batch can be."""
+        place = ClosedPlace(group.slot.ticket, group.task.domain)
         if self._wanted is None or (self.config.goes_by_ticket and group.slot.ticket >= self._window_end()):
             if self.config.is_async:
-                self._closed_ahead[group.slot.ticket] = group.task.domain
+                self._closed_ahead.append(place)
         elif self._wanted > 1:
-            self._wanted -= 1
-            self.buffer.close_batch(1)
+            self._shrink_by(place)
             if self._needs[group.task.domain] > 0:
                 self._needs[group.task.domain] -= 1
             self._tally.closed += 1

@@ -9,6 +9,7 @@ from sluice.errors import FilterError
 from sluice.filters.guard import KEPT_BY_GUARD
 from sluice.scheduler import events as ev
 from sluice.scheduler.groups import OpenGroup
+from sluice.scheduler.slots import ClosedPlace
 from sluice.scheduler.tally import Sums
 from sluice.types import Group, Rollout, Verdict
 
@@ -227,12 +228,19 @@ class Judging(Core):
         else:
             self._tally.group_dropped(str(verdict.category), verdict.reason)
             if self._wanted is not None and self._wanted > 1:  # a batch of none is no batch
-                self._wanted -= 1
-                self.buffer.close_batch(1)
+                self._shrink_by(ClosedPlace(group.slot.ticket, group.task.domain, is_by_guard=True))
         if goes_on:
             if self._held:
                 self._recheck_held(now, out)
             self._go_on(now, out)
+
+    def _shrink_by(self, place: ClosedPlace) -> None:
+        """The batch that is filled is smaller by this place."""
+        assert self._wanted is not None
+        assert self._closed is not None
+        self._wanted -= 1
+        self._closed.append(place)
+        self.buffer.close_batch(1)
 
     def _owe_replacement(self, group: OpenGroup, verdict: Verdict, out: list[ev.Instruction]) -> None:
         tally, wanted = self._tally, self._requested

@@ -90,6 +90,7 @@ class Scheduler(Batches):
         for group in self._delivered:
             self._leave(group, "trained", None, now, out)
         self._delivered = []
+        self._closed = None
         self.step = event.step
         self.buffer.step_to(event.step)
         self.ledger.trained_usefully(event.useful_groups, event.useful_tokens)

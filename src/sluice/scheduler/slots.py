@@ -21,6 +21,14 @@ class Slot(NamedTuple):
     domain: str | None  # None: whatever the source gives, or not decided before it is drawn
 
 
+class ClosedPlace(NamedTuple):
+    """A place of a batch that nobody fills (again): the batch is smaller by it."""
+
+    ticket: int  # of the group that had it
+    domain: str
+    is_by_guard: bool = False  # else the gate cut its group
+
+
 class Mix:
     """The domain of every ticket: always the one that is furthest behind its share. Ties go to the larger share, then by name."""
 

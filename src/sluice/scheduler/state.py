@@ -115,7 +115,7 @@ def load(machine: Core, saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> 
             machine.guard.load_state_dict(saved["guard"])
         if machine.gate is not None and saved["gate"] is not None:
             machine.gate.load_state_dict(saved["gate"])
-        closed = saved["closed"]
+        closed = saved.get("closed")  # older checkpoints do not tell
         machine._closed = None if closed is None else [ClosedPlace(*place) for place in closed]
         machine._closed_ahead = [ClosedPlace(*place) for place in saved["closed_ahead"]]
         machine.ledger.load_state_dict(saved["ledger"])
