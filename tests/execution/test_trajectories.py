@@ -70,6 +70,30 @@ def test_the_trainer_gets_the_engines_own_tokens_log_probs_and_versions(seed: in
     run(main())
 
 
+def test_case_1_the_same_step_rewards_in_another_order_make_the_same_reward() -> None:
+    """Added up one after another 0.1, 0.2, 0.3 would be more than 0.3, 0.2, 0.1, and a group without any difference would have spread."""
+
+    class InTurn(ScriptedEnvironment):
+        plays = 0
+
+        def reset(self, seed: int) -> tuple[str, Mapping[str, object]]:
+            InTurn.plays = self.play = InTurn.plays + 1
+            return super().reset(seed)
+
+        def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, object]]:
+            observation, _, is_won, is_over, info = super().step(action)
+            rewards = (0.1, 0.2, 0.3) if self.play % 2 else (0.3, 0.2, 0.1)
+            return observation, rewards[self.steps - 1], is_won, is_over, info
+
+    async def main() -> None:
+        async with world(InTurn) as one:
+            members = rollouts(await one.batch())
+            assert {tuple(turn.reward for turn in rollout.turns) for rollout in members} == {(0.1, 0.2, 0.3), (0.3, 0.2, 0.1)}
+            assert {rollout.reward for rollout in members} == {0.6}
+
+    run(main())
+
+
 def test_a_batch_of_trajectories_holds_what_engine_and_environments_said() -> None:
     async def main() -> None:
         async with world() as one:

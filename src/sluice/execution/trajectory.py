@@ -8,6 +8,7 @@ environment is free.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ class Trajectory:
     """
 
     __slots__ = (
-        "_barrier", "_deadline", "_handle", "_is_expired", "_is_told", "_let_go", "_loop", "_runner", "_stepped", "_table", "_task",
-        "_temperature", "_timer", "admissible_actions", "cut_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure",
+        "_barrier", "_deadline", "_handle", "_is_expired", "_is_told", "_let_go", "_loop", "_runner", "_step_rewards", "_stepped", "_table",
+        "_task", "_temperature", "_timer", "admissible_actions", "cut_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure",
         "finish_reason", "flags", "generating_s", "held_s", "is_final", "is_let_go", "judged_actions", "number", "progress", "purpose",
         "reward", "sampled_tokens", "seed", "started_at", "success", "task_type", "total_s", "turns", "version", "waiting_s",
     )  # fmt: skip
@@ -95,7 +96,8 @@ class Trajectory:
         self.turns: list[Turn] = []
         self.sampled_tokens = 0  # counted: of all generations that ended, and of one that was let go
         self.version = -1  # of the weights when it first sampled; -1: it has not
-        self.reward = 0.0  # sum over its steps
+        self.reward = 0.0  # sum over its steps, correctly rounded: their order makes no difference
+        self._step_rewards: list[float] = []
         # How it ended:
         self.finish_reason: RolloutFinish | None = None  # None: it has not, or the engine failed it
         self.failure: Failure | None = None
@@ -255,7 +257,8 @@ class Trajectory:
                 self._fault(step)
                 return
             self.env_steps += 1
-            self.reward += step.reward
+            self._step_rewards.append(step.reward)
+            self.reward = math.fsum(self._step_rewards)
             progress = self.progress
             observation, info = step.observation, step.info
             self._note(info)
