@@ -405,3 +405,36 @@ def test_case_59_a_scalar_advantage_meets_the_mask_of_each_step():
     first, last = to_tokens(0.5, [[1, 1, 0], np.array([False, True, True])])
     np.testing.assert_array_equal(first, [0.5, 0.5, 0])
     np.testing.assert_array_equal(last, [0, 0.5, 0.5])
+
+
+# ---------------------------------------------------------------- ids
+
+
+def tensor(value):
+    return pytest.importorskip("torch").tensor(value)
+
+
+@pytest.mark.parametrize("make", [tensor, np.array, np.int64, lambda number: (tensor(number), "role")], ids=str)
+def test_case_51_ids_of_other_libraries_are_told_apart_by_value_and_never_make_singletons(make):
+    rewards, ids = [1.0, 0.0, 1.0, 0.0], [3, 3, 4, 4]
+    expected = group_relative(rewards, ids)
+    assert (expected != 0).all()
+    made = [make(number) for number in ids]
+    np.testing.assert_array_equal(group_relative(rewards, made), expected)
+    np.testing.assert_array_equal(leave_one_out(rewards, made), leave_one_out(rewards, ids))
+    assert fold_rows(rewards, [make(number) for number in range(4)], made).rewards == tuple(rewards)
+    assert len(fold_rows([1.0, 1.0, 0.0, 0.0], made, ["p"] * 4).rewards) == 2
+
+
+@pytest.mark.parametrize("make", [lambda: None, lambda: NAN, lambda: tensor(NAN), lambda: [1], lambda: np.array([1]), lambda: tensor([1])])
+def test_an_id_that_tells_no_group_from_another_is_refused_by_its_place(make):
+    """All rollouts without an id would be one group; every NaN, and every array, one of its own."""
+    bad = make()
+    with pytest.raises(ValueError, match="expected hashable group ids.* at index 1"):
+        group_relative([1.0, 0.0], ["a", bad])
+    with pytest.raises(ValueError, match="expected hashable group ids.* at index 1"):
+        fold_rows([1.0, 0.0], ["a", "b"], ["a", bad])
+    with pytest.raises(ValueError, match="expected hashable rollout ids.* at index 1"):
+        fold_rows([1.0, 0.0], ["a", bad], ["a", "a"])
+    with pytest.raises(ValueError, match="index 0"):
+        group_relative(np.array([1.0, 0.0]), np.array([NAN, NAN]))

@@ -2,7 +2,8 @@
 
 What holds for every function here:
 
-- Groups are told apart by id, never by position; sizes may differ and members may stand anywhere.
+- Groups are told apart by id, never by position; sizes may differ and members may stand anywhere. Ids are compared by value, 0-dim arrays
+  and tensors too; one that tells no group from another (None, NaN, an array) is a `ValueError`.
 - One entry is one rollout, with one vote. Rollouts that were split into rows are folded first (`fold_rows`) and unfolded afterwards.
 - A member that is masked out, or has no reward (None or NaN), is outside every statistic and has advantage 0. An infinite reward, and a
   NaN that an explicit mask calls present, is a `ValueError` that names the entry.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.intp]
 
+_PLAIN_IDS: Final = frozenset({int, str, bool, bytes})
 _EXACT_INT: Final = 2**53  # integers up to this are the same as floats
 _HALF_RANGE: Final = sys.float_info.max / 2  # the difference of two numbers below this is finite
 
@@ -144,7 +146,7 @@ def fold_rows(
     groups: list[Hashable] = []
     rewards: list[float | None] = []
     rows = np.empty(len(rollout_ids), dtype=np.intp)
-    for row, (rollout, group) in enumerate(zip(_listed(rollout_ids, "rollout id"), _listed(group_ids, "group id"), strict=True)):
+    for row, (rollout, group) in enumerate(zip(read_ids(rollout_ids, "rollout id"), read_ids(group_ids, "group id"), strict=True)):
         if rollout_rewards is None:
             reward = _read_number(row_rewards[row], row)
         elif rollout in rollout_rewards:
@@ -344,11 +346,37 @@ def _read_ids(group_ids: Any) -> tuple[tuple[Hashable, ...], Indices]:
         rank[by_appearance] = np.arange(len(ids))
         return tuple(ids[by_appearance].tolist()), rank[index]
     position: dict[Hashable, int] = {}
-    try:
-        indices = [position.setdefault(group_id, len(position)) for group_id in _listed(group_ids, "group id")]
-    except TypeError as error:
-        raise ValueError(f"expected hashable group ids, got {error} - give one number or text per rollout") from None
+    indices = [position.setdefault(group_id, len(position)) for group_id in read_ids(group_ids, "group id")]
     return tuple(position), np.array(indices, dtype=np.intp)
+
+
+def read_ids(ids: Any, what: str) -> list[Hashable]:
+    """Ids that are equal exactly when they mean the same: numpy scalars and 0-dim arrays and tensors as the values that they hold. [N]
+
+    what: "group id" or the like, for messages. Raises ValueError for ids that cannot be compared: None, NaN, arrays, whatever has no hash.
+    """
+    listed = _listed(ids, what)
+    if _PLAIN_IDS.issuperset(map(type, listed)):
+        return listed
+    return [_read_id(item, position, what) for position, item in enumerate(listed)]
+
+
+def _read_id(item: Any, position: int, what: str) -> Hashable:
+    value = _plain_id(item)
+    try:
+        hash(value)
+        tells_nothing = value is None or getattr(value, "shape", ()) != () or bool(value != value)  # noqa: PLR0124 - a NaN
+    except (TypeError, ValueError):
+        tells_nothing = True
+    if tells_nothing:
+        raise ValueError(f"expected hashable {what}s, got {item!r} at index {position} - give one number or text per rollout")
+    return cast("Hashable", value)
+
+
+def _plain_id(item: Any) -> Any:
+    if getattr(item, "shape", None) == () and hasattr(item, "item"):
+        return item.item()
+    return tuple([_plain_id(part) for part in item]) if type(item) is tuple else item
 
 
 def _read_mask(mask: Any, n: int) -> Bools:
