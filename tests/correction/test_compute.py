@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sluice.correction.compute as room
+import sluice.correction.tensors as checks
+import sluice.correction.tokens as tokens
 from sluice.correction import PRESETS, CorrectionMetrics, TrainInferCorrectionConfig, compute_train_infer_correction
 from sluice.errors import ConfigError, CorrectionError
 from tests.correction import naive, strategies
@@ -75,9 +77,14 @@ def test_in_float32_and_in_half_precision_everything_is_as_defined(cfg: Any, bat
     assert_like_the_definition(cfg, batch, dtype, rtol=1e-5)
 
 
+LAST_BITS = 1e-15  # torch's exp2 may differ by so much with the place of a number in its array
+
+
 def never_look(patch: pytest.MonkeyPatch) -> None:
     """Compute as on a device whose numbers cannot be read in between."""
-    patch.setattr(room, "_answers_at_once", lambda tensor: False)
+    patch.setattr(room, "answers_at_once", lambda tensor: False)
+    patch.setattr(tokens, "answers_at_once", lambda tensor: False)
+    patch.setattr(checks, "answers_at_once", lambda tensor: False)
 
 
 @given(strategies.settings, strategies.batches(hostile_share=False), st.integers(1, 3))
@@ -102,7 +109,7 @@ def test_stretches_may_be_of_any_size(cfg: Any, batch: Any, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "STRETCH", rows * arguments[0].shape[1])
         other = compute_train_infer_correction(cfg, *arguments)
-    assert torch.equal(usual[0][arguments[0]], other[0][arguments[0]])
+    torch.testing.assert_close(usual[0][arguments[0]], other[0][arguments[0]], rtol=LAST_BITS, atol=0)
     assert torch.equal(usual[1], other[1])
     assert dict(usual[2]) == pytest.approx(dict(other[2]), rel=1e-9, abs=1e-12)
 
@@ -143,7 +150,7 @@ def test_the_order_of_rows_never_matters_and_filters_only_take_away(cfg: Any, ba
     mask, old, inference = tensors(batch)
     is_weight, filter_mask, metrics = compute_train_infer_correction(cfg, mask, old, inference)
     turned = compute_train_infer_correction(cfg, mask.flip(0), old.flip(0), inference.flip(0))
-    assert torch.equal(is_weight[mask], turned[0].flip(0)[mask])
+    torch.testing.assert_close(is_weight[mask], turned[0].flip(0)[mask], rtol=LAST_BITS, atol=0)
     assert torch.equal(filter_mask, turned[1].flip(0))
     assert filter_mask[~mask].all()
     _, unfiltered, _ = compute_train_infer_correction(cfg, mask, old, inference, apply_filters=False)
@@ -352,8 +359,8 @@ LOG = torch.zeros(2, 3)
         (ones(LOG), LOG[0], LOG, r"old_logprobs: expected two dimensions, rows and tokens, got shape \(3,\)"),
         (ones(LOG), LOG, LOG[:, :2], r"inference_logprobs: expected the shape of old_logprobs, \(2, 3\), got \(2, 2\) - cut or pad both"),
         (ones(LOG), LOG, LOG.double(), "inference_logprobs: expected the type of old_logprobs, float32, got float64"),
-        (ones(LOG), LOG.int(), LOG, "old_logprobs: expected a floating type, got int32"),
-        (ones(LOG), LOG, LOG.int(), "inference_logprobs: expected a floating type, got int32"),
+        (ones(LOG), LOG.int(), LOG, "old_logprobs: expected a floating type.*got int32"),
+        (ones(LOG), LOG, LOG.int(), "inference_logprobs: expected a floating type.*got int32"),
         (ones(LOG), LOG, LOG.to("meta"), "inference_logprobs: expected it on cpu, as old_logprobs, got meta"),
         (ones(LOG).to("meta"), LOG, LOG, "response_mask: expected it on cpu, as old_logprobs, got meta"),
         (ones(LOG[:, :2]), LOG, LOG, r"response_mask: expected shape \(2, 3\), that of the log-probs, or \(2, 4\), .* got \(2, 2\)"),

@@ -9,6 +9,7 @@ import torch
 
 from sluice.correction.compute import compute_train_infer_correction
 from sluice.correction.metrics import CorrectionMetrics
+from sluice.correction.settings import read_settings
 from sluice.correction.tensors import fit_mask
 from sluice.errors import CorrectionError
 
@@ -31,7 +32,8 @@ def apply_train_infer_correction(
             masks of the same types, and `train_infer_is_weight` [B, T - 1]. The tensors that it held are not changed.
         cfg: as for `compute_train_infer_correction`.
         stat_mask_key: the mask that statistics are taken over.
-        update_mask_keys: the masks to be changed; one that the batch lacks is passed over, unless it is the one before.
+        update_mask_keys: the masks to be changed; one that the batch lacks is passed over, unless it lacks all. Empty, where nothing is
+            filtered: none.
 
     Returns:
         The batch, and the metrics of `compute_train_infer_correction`.
@@ -51,11 +53,22 @@ def apply_train_infer_correction(
         is_weight, filter_mask, metrics = compute_train_infer_correction(cfg, batch[stat_mask_key], batch[OLD], batch[INFERENCE])
     except CorrectionError as error:
         raise CorrectionError(_in_terms_of_the_batch(str(error), stat_mask_key)) from error
+    _check_update(update_mask_keys, names, cfg)
     updated = {name: _updated(name, batch[name], filter_mask) for name in update_mask_keys if name in names}
     for name, mask in updated.items():
         batch[name] = mask
     batch[IS_WEIGHT] = is_weight
     return batch, metrics
+
+
+def _check_update(keys: Any, names: set[str], cfg: Any) -> None:
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise CorrectionError(f"update_mask_keys: expected names of masks, got {keys!r} - give a list, such as ['{MASK}']")
+    if not names.intersection(keys) and (keys or read_settings(cfg).enabled_filters):
+        raise CorrectionError(
+            f"update_mask_keys: expected at least one of the batch's {', '.join(sorted(map(str, names)))}, got {list(keys)} - "
+            "name the mask that the loss reads: what filters reject would train otherwise"
+        )
 
 
 def _updated(name: str, mask: torch.Tensor, filter_mask: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from sluice.config.correction import IsWeightConfig, Level
 from sluice.correction.levels import Divergence, Runs, ratio_of
 from sluice.correction.metrics import PASSED, SUMS, CorrectionMetrics, passed_by
 from sluice.correction.settings import KINDS, Bands, read_settings
-from sluice.correction.tensors import check_tensors
+from sluice.correction.tensors import answers_at_once, check_divisor, check_tensors
 from sluice.correction.tokens import TokenPass
 
 STRETCH: Final = 1 << 18  # tokens looked at together on a CPU: about ten arrays of 1 MB, which stay near the processor
@@ -49,7 +49,8 @@ def compute_train_infer_correction(
 
     Args:
         cfg: `TrainInferCorrectionConfig`, a mapping of the same keys, or None, which only measures.
-        response_mask: [B, T] or [B, T - 1], of any type; True or not 0 where the policy sampled. Of [B, T] `[:, 1:]` is read.
+        response_mask: [B, T] or [B, T - 1], of any type; True or not 0 where the policy sampled. Of [B, T] `[:, 1:]` is read. NaN is
+            refused on a CPU; on a device, which is not waited for, it counts as outside.
         old_logprobs: [B, T - 1] the trainer's at the start of the step; entry t belongs to token t + 1.
         inference_logprobs: [B, T - 1] the sampler's, of the same type. Half precision is computed in float32.
         global_valid_samples: divides the means over rows; None: the rows with a token. For parts of a batch whose means are to be added.
@@ -68,6 +69,8 @@ def compute_train_infer_correction(
     """
     config = read_settings(cfg)
     mask = check_tensors(response_mask, old_logprobs, inference_logprobs)
+    check_divisor("global_valid_samples", global_valid_samples)
+    check_divisor("global_valid_tokens", global_valid_tokens)
     weight = config.weight
     has_gradient = (
         weight.enabled
@@ -77,7 +80,7 @@ def compute_train_infer_correction(
     )
     dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
     bands = Bands.of(config.enabled_filters if apply_filters else (), dtype)
-    may_look = not has_gradient and _answers_at_once(mask)
+    may_look = not has_gradient and answers_at_once(mask)
     is_filled = weight.enabled and not has_gradient
     is_weight = (torch.empty if is_filled else torch.ones)(mask.shape, dtype=dtype, device=mask.device)
     filter_mask = torch.ones(mask.shape, dtype=torch.bool, device=mask.device)
@@ -109,11 +112,6 @@ def compute_train_infer_correction(
                 sums += torch.stack([found[name].double() for name in SUMS])
     metrics = CorrectionMetrics(sums, has_weight=weight.enabled, tokens=global_valid_tokens, rows=global_valid_samples)
     return is_weight, filter_mask, metrics
-
-
-def _answers_at_once(tensor: Tensor) -> bool:
-    """Whether its numbers can be read without waiting for a device."""
-    return tensor.device.type == "cpu"
 
 
 def _blocks(mask: Tensor, *, whole: bool) -> Iterator[slice]:

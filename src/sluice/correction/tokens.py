@@ -11,6 +11,7 @@ from sluice.config.correction import IsWeightConfig, Level
 from sluice.correction.levels import Runs, Tokens, of_tokens, runs_of
 from sluice.correction.metrics import PASSED, passed_by
 from sluice.correction.settings import KINDS, Bands, Kind
+from sluice.correction.tensors import answers_at_once
 
 
 class TokenPass:
@@ -51,7 +52,8 @@ class TokenPass:
         """Take in some rows."""
         mask, may_look = self.mask[at], self.may_look
         if self._given is not self.mask:
-            mask.copy_(self._given[at])
+            given = self._given[at]
+            mask.copy_(given.abs() > 0 if given.is_floating_point() and not answers_at_once(given) else given)  # NaN is not
         tokens, runs = of_tokens(mask, old, inference, may_look=may_look), runs_of(mask, may_look=may_look)
         self.runs.append(runs)
         self.log_ratios.append(runs.sums(tokens.exact, exactly=True, may_look=may_look))
