@@ -641,7 +641,7 @@ def test_case_86_an_over_long_prompt_loses_its_group_and_other_prompts_fill_the_
         assert shell.scheduler.prompts.quarantined == {"long": "response_retries"}
         assert "long" not in source.returned
         told = [message for message in warnings(shell) if "quarantine" not in message]
-        assert told == ["domain 'math': request_refused for a response to task 'long': RequestRefused: 50 + 8 tokens do not fit into 20 "
+        assert told == ["domain 'math': request_refused for an attempt at task 'long': RequestRefused: 50 + 8 tokens do not fit into 20 "
                         "(told once, counted from here on)"]  # fmt: skip
         assert set(shell.scheduler.ledger.rejected_members) == {"request_refused"}
         if not has_loop:

@@ -508,7 +508,7 @@ def test_a_filter_that_raises_names_the_group_and_its_story() -> None:
     player = MachinePlayer(Scheduler(SchedulerConfig(group_size=2), filters), ListSource(make=lambda i: make_task(f"t{i}")))
     player.want(1)
     player.finish(0, 1.0)
-    with pytest.raises(FilterError, match=r"query filter of domain 'math' failed: no\ngroup 0, task 't0'"):
+    with pytest.raises(FilterError, match=r"filter of groups of domain 'math' failed: no\ngroup 0, task 't0'"):
         player.finish(1, 0.0)
 
 

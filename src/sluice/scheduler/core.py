@@ -210,7 +210,7 @@ class Core(ABC):
         key = (group.task.domain, failure.reason)
         if key not in self._first_details:
             self._first_details[key] = failure.detail
-            message = f"domain {group.task.domain!r}: {failure.reason} for a response to task {group.task.task_id!r}: {failure.detail}"
+            message = f"domain {group.task.domain!r}: {failure.reason} for an attempt at task {group.task.task_id!r}: {failure.detail}"
             out.append(ev.Warn(key="/".join(key), message=f"{message} (told once, counted from here on)"))
 
     def _return(self, task: Task, epoch: int, out: list[ev.Instruction]) -> None:

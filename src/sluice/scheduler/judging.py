@@ -40,7 +40,7 @@ class Judging(Core):
         try:
             verdict = self.filters[open_group.task.domain].query.judge(group)
         except Exception as error:
-            raise FilterError(f"the query filter of domain {open_group.task.domain!r} failed: {error}\n{open_group.tell()}") from error
+            raise FilterError(f"the filter of groups of domain {open_group.task.domain!r} failed: {error}\n{open_group.tell()}") from error
         self._decide(open_group, group, verdict, now, out)
 
     def _different_problems(self, open_group: OpenGroup, group: Group, out: list[ev.Instruction]) -> Verdict:
