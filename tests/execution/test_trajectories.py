@@ -112,7 +112,7 @@ def test_a_batch_of_trajectories_holds_what_engine_and_environments_said() -> No
                 assert [turn.text for turn in rollout.turns] == [turn.action for turn in rollout.turns] == ["go north"] * 3
                 assert [turn.is_admissible for turn in rollout.turns] == [True] * 3
                 assert [turn.reward for turn in rollout.turns] == [0.25] * 3
-                assert (rollout.metrics["turns"], rollout.metrics["env_steps"], rollout.metrics["cut_turns"]) == (3, 3, 0)
+                assert (rollout.metrics["turns"], rollout.metrics["env_steps"], rollout.metrics["truncated_turns"]) == (3, 3, 0)
                 assert rollout.metrics["admissible_share"] == 1
                 assert "success" not in rollout.metrics
             assert all(record.env_steps == 12 for record in one.records)
@@ -238,7 +238,7 @@ def test_a_turn_that_its_own_limit_cuts_acts_with_what_it_wrote() -> None:
         assert [turn.action for turn in rollout.turns] == ["go"] * 3
         assert [turn.finish_reason for turn in rollout.turns] == ["length"] * 3
         assert [turn.is_admissible for turn in rollout.turns] == [False] * 3
-        assert (rollout.metrics["cut_turns"], rollout.metrics["admissible_share"]) == (3, 0)
+        assert (rollout.metrics["truncated_turns"], rollout.metrics["admissible_share"]) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -925,7 +925,7 @@ def test_the_metrics_say_how_trajectories_ended_and_where_their_time_went() -> N
             assert metrics["rollout/turns/mean"] == (4 * 1 + 4 * 3) / 8
             assert metrics["rollout/env_steps"] == 16
             assert metrics["rollout/admissible_share"] == 4 / 16
-            assert metrics["rollout/cut_turns"] == 0
+            assert metrics["rollout/truncated_turns"] == 0
             engine_share, environment_share = metrics["rollout/time_share/engine"], metrics["rollout/time_share/environment"]
             assert engine_share == pytest.approx(16 * 2 / (16 * 2 + 16 + 8))
             assert environment_share + metrics["rollout/time_share/seat"] == pytest.approx(24 / 56, abs=0.01)

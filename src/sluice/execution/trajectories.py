@@ -218,7 +218,7 @@ def metrics_of(trajectory: Trajectory) -> Mapping[str, float]:
     metrics = {
         "turns": float(len(trajectory.turns)),
         "env_steps": float(trajectory.env_steps),
-        "cut_turns": float(trajectory.cut_turns),
+        "truncated_turns": float(trajectory.truncated_turns),
         "engine_seconds": engine_s,
         "environment_seconds": environment_s,
         "seat_seconds": seat_s,

@@ -58,7 +58,7 @@ class Trajectory:
 
     __slots__ = (
         "_barrier", "_deadline", "_handle", "_is_expired", "_is_told", "_let_go", "_loop", "_runner", "_step_rewards", "_stepped", "_table",
-        "_task", "_temperature", "_timer", "admissible_actions", "cut_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure",
+        "_task", "_temperature", "_timer", "admissible_actions", "truncated_turns", "env_id", "env_seed", "env_steps", "environment_s", "failure",
         "finish_reason", "flags", "generating_s", "held_s", "is_final", "is_let_go", "judged_actions", "number", "progress", "purpose",
         "reward", "sampled_tokens", "seed", "started_at", "success", "task_type", "total_s", "turns", "version", "waiting_s",
     )  # fmt: skip
@@ -111,7 +111,7 @@ class Trajectory:
         self.progress: float | None = None
         # What is counted:
         self.env_steps = 0
-        self.cut_turns = 0  # that reached their token limit
+        self.truncated_turns = 0  # that reached their token limit
         self.judged_actions = 0  # of which the environment says whether they are admissible
         self.admissible_actions = 0
         self.started_at = 0.0  # when it asked for a seat
@@ -223,9 +223,9 @@ class Trajectory:
             action: str | None = None
             is_admissible: bool | None = None
             step: EnvStep | EnvFault | None = None
-            is_cut = generation.finish_reason == "length"
-            self.cut_turns += is_cut
-            if not is_cut or limit == most:
+            is_truncated = generation.finish_reason == "length"
+            self.truncated_turns += is_truncated
+            if not is_truncated or limit == most:
                 action, is_admissible = dialogue.action_of(text, info.admissible_commands)
                 if is_admissible is not None:
                     self.judged_actions += 1

@@ -15,7 +15,7 @@ class TrajectoryCounts:
     def __init__(self) -> None:
         """None has ended."""
         self._ended: Counter[str] = Counter()
-        self._turns = self._env_steps = self._cut_turns = self._judged = self._admissible = self._with_success = self._successes = 0
+        self._turns = self._env_steps = self._truncated_turns = self._judged = self._admissible = self._with_success = self._successes = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
 
     def add(self, one: Trajectory) -> None:
@@ -23,7 +23,7 @@ class TrajectoryCounts:
         self._ended[one.finish_reason or "failed"] += 1
         self._turns += len(one.turns)
         self._env_steps += one.env_steps
-        self._cut_turns += one.cut_turns
+        self._truncated_turns += one.truncated_turns
         self._judged += one.judged_actions
         self._admissible += one.admissible_actions
         if one.success is not None:
@@ -38,7 +38,7 @@ class TrajectoryCounts:
         out = {
             "rollout/trajectories": float(ended),
             "rollout/env_steps": float(self._env_steps),
-            "rollout/cut_turns": float(self._cut_turns),
+            "rollout/truncated_turns": float(self._truncated_turns),
         }
         out |= {f"rollout/ended/{reason}": float(count) for reason, count in sorted(self._ended.items())}
         if ended:
