@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +83,53 @@ def test_rewards_that_are_mappings_need_a_name() -> None:
         no_spread(Args(), group)
     with pytest.raises(FilterError, match=r"--reward-key is 'score', but its reward has only \['acc', 'fmt'\]"):
         no_spread(Args(reward_key="score"), group)
+
+
+NAMED = {"type": "std_filter", "metric": "acc"}
+
+
+def test_case_13_rewards_may_be_numbers_of_any_library() -> None:
+    torch = pytest.importorskip("torch")
+    for one, other in (
+        (True, False),
+        (np.float32(1), np.bool_(0)),
+        (np.int64(1), 0),
+        (torch.tensor(1.0), torch.tensor(0.0)),
+        (2**53, 2**53 + 1),
+    ):
+        assert no_spread(Args(), samples(one, other)).keep
+        assert no_spread(Args(reward_key="acc"), samples({"acc": one}, {"acc": other})).keep
+        assert dynamic_filter(NAMED)(Args(), samples({"acc": one}, {"acc": other})).keep
+        assert not no_spread(Args(), [samples(one, one), samples(one)]).keep  # parts of a sample, each with a value of its own
+
+
+@pytest.mark.parametrize("bad", ["1", "x", [1], {"x": 1}], ids=str)
+def test_a_reward_that_is_no_number_is_refused_in_words(bad: Any) -> None:
+    for args, group in ((Args(reward_key="acc"), samples({"acc": bad}, {"acc": bad})), (Args(), [samples(bad), samples(bad)])):
+        with pytest.raises(FilterError, match="expected one number as"):
+            no_spread(args, group)
+    with pytest.raises(FilterError, match="expected samples with a reward"):
+        no_spread(Args(), [object()])
+
+
+def test_a_sample_that_lacks_what_is_named_has_no_reward_and_a_name_that_nobody_has_is_a_mistake() -> None:
+    some = samples({"acc": 1}, {"fmt": 1})
+    for keep, args in ((no_spread, Args(reward_key="acc")), (dynamic_filter(NAMED), Args())):
+        assert keep(args, some).reason == "invalid/incomplete"
+    with pytest.raises(
+        FilterError, match=r"metric is 'acc', but its reward has only \['fmt'\]"
+    ):  # else every group would be dropped for ever
+        dynamic_filter(NAMED)(Args(), samples({"fmt": 1}, {"fmt": 0}))
+
+
+def test_parts_of_a_sample_agree_on_what_is_read_and_on_nothing_else() -> None:
+    def parts(**other: Any) -> list[Any]:
+        return [samples({"acc": 1, "turn": 1, **other}, {"acc": 1, "turn": 2, **other}), samples({"acc": 0})]
+
+    assert no_spread(Args(reward_key="acc"), parts(notes=["a"])).keep
+    with pytest.raises(FilterError, match="one reward for all 2 parts"):
+        dynamic_filter({"type": "std_filter", "metric": "turn"})(Args(reward_key="acc"), parts())
+    assert no_spread(Args(), [samples(math.nan, float("nan")), samples(1.0)]).reason == "invalid/incomplete"
 
 
 def test_an_aborted_sample_makes_its_group_incomplete_unless_survivors_are_enough() -> None:

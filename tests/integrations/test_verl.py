@@ -35,9 +35,10 @@ def make(request: pytest.FixtureRequest) -> Make:
     return real
 
 
-def data_of(make: Make, groups: list[list[float]], **columns: Any) -> Any:
-    """Scores stand on the last of three tokens, as verl's reward managers put them."""
+def data_of(make: Make, groups: list[list[float]], *, sampled: int = 0, **columns: Any) -> Any:
+    """Scores stand on the last of three tokens, as verl's reward managers put them. sampled: how often before; uids are new each time."""
     uids, rewards = rows_of(groups)
+    uids = [uid + "'" * sampled for uid in uids]
     scores = np.zeros((len(rewards), 3), dtype=np.float32)
     scores[:, -1] = rewards
     mask = np.array([[1, 1, 0]] * len(rewards))
@@ -130,7 +131,113 @@ def test_a_batch_of_nothing_has_no_data(make: Make) -> None:
     assert (judged.data, judged.kept, judged.rows.tolist()) == (None, 0, [])
 
 
+ACC = {"type": "std_filter", "metric": "acc"}
+
+
+def objects(values: list[Any]) -> Any:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def verdicts(uids: list[Any], scores: Any, **settings: Any) -> list[tuple[Any, str]]:
+    columns = settings.pop("columns", {})
+    data = DataProto({"rm_scores": np.asarray(scores)}, {"uid": objects(uids), **{name: objects(v) for name, v in columns.items()}})
+    return [(uid, verdict.reason) for uid, verdict in GroupFilter(**settings).judge(data).verdicts.items()]
+
+
+def test_case_51_uids_are_told_apart_by_what_they_are_and_not_by_the_object_that_holds_them() -> None:
+    torch = pytest.importorskip("torch")
+    assert verdicts([torch.tensor(1), torch.tensor(1), np.int64(2), 2], [1.0, 0.0, 1.0, 1.0]) == [(1, "kept"), (2, "no_spread")]
+    assert verdicts([1, "1", 1, "1"], [1.0, 0.0, 1.0, 0.0]) == [(1, "no_spread"), ("1", "no_spread")]
+    mixed = DataProto({"rm_scores": np.array([1.0, 0.0, 1.0, 0.0])}, {"uid": [1, "1", 1, "1"]})  # a list, not an array
+    assert [verdict.reason for verdict in GroupFilter().judge(mixed).verdicts.values()] == ["no_spread", "no_spread"]
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), [1], {"a": 1}], ids=str)
+def test_a_uid_that_tells_no_group_from_another_is_refused(bad: Any) -> None:
+    with pytest.raises(FilterError, match=r"non_tensor_batch\['uid'\]: .*index 1.*gives every prompt a uid"):
+        verdicts(["a", bad], [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("scores", "columns"), [([1.0], {}), ([1.0, 0.0, 1.0], {}), ([[[1.0]], [[0.0]]], {}), ([1.0, 0.0], {"acc": [1.0]})], ids=str
+)
+def test_columns_that_do_not_fit_together_are_refused(scores: Any, columns: Any) -> None:
+    with pytest.raises(FilterError, match="2 rows"):
+        verdicts(["a", "a"], scores, columns=columns)
+
+
+def test_case_1_the_same_scores_on_other_tokens_are_the_same_reward() -> None:
+    tokens = [[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]]
+    assert tokens[0][0] + tokens[0][1] + tokens[0][2] != tokens[1][0] + tokens[1][1] + tokens[1][2]
+    assert verdicts(["a", "a"], tokens) == [("a", "no_spread")]
+
+
+def test_case_13_scores_beside_the_reward_may_be_numbers_of_any_library() -> None:
+    torch = pytest.importorskip("torch")
+    for one, other in ((True, False), (np.bool_(1), np.float32(0)), (torch.tensor(1.0), torch.tensor(0.0)), (2**53, 2**53 + 1)):
+        assert verdicts(["a", "a"], [1.0, 1.0], columns={"acc": [one, other]}, query_filter=ACC) == [("a", "kept")]
+        outputs = [AgentLoopOutput(None, [1], {"reward_extra_info": {"acc": value}}) for value in (one, other)]
+        assert GroupFilter(query_filter=ACC).judge_outputs(outputs).keep
+    assert GroupFilter().judge_outputs([AgentLoopOutput(torch.tensor(1.0)), AgentLoopOutput(np.float32(0))]).keep  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", ["1", {"x": 1}, [1]], ids=str)
+def test_a_reward_that_is_no_number_is_refused_in_words(bad: Any) -> None:
+    with pytest.raises(FilterError, match="expected one number as the reward"):
+        verdicts(["a", "a"], [1.0, 1.0], columns={"acc": [bad, bad]}, query_filter=ACC)
+    with pytest.raises(FilterError, match="expected one number as the reward"):
+        GroupFilter().judge_outputs([AgentLoopOutput(bad), AgentLoopOutput(bad)])
+
+
+def test_a_group_without_the_metric_is_incomplete_and_a_metric_that_nobody_has_is_a_mistake() -> None:
+    uids, values = ["a", "a", "b", "b"], [None, None, 1.0, 0.0]
+    assert verdicts(uids, [1.0, 0.0] * 2, columns={"acc": values}, query_filter=ACC) == [("a", "incomplete"), ("b", "kept")]
+    outputs = [AgentLoopOutput(None, [1], {"reward_extra_info": {"fmt": 1.0}})] * 2
+    with pytest.raises(FilterError, match=r"metric is 'acc'.*\['fmt'\]"):
+        GroupFilter(query_filter=ACC).judge_outputs(outputs)
+    aborted = [AgentLoopOutput(None), AgentLoopOutput(None)]
+    assert GroupFilter(query_filter=ACC).judge_outputs(aborted).reason == "incomplete"
+
+
+def test_case_49_rows_of_one_rollout_agree_on_what_is_judged() -> None:
+    rollouts = {"rollout": ["x", "x", "y"]}
+    settings = {"rollout_id": "rollout", "query_filter": ACC}
+    columns = rollouts | {"acc": [1, 1, 0]}
+    assert verdicts(["a"] * 3, [0.5, 0.0, 0.0], columns=columns, **settings) == [("a", "kept")]  # scores of rows are not read
+    with pytest.raises(FilterError, match="a rollout has one reward"):
+        verdicts(["a"] * 3, [0.0] * 3, columns=rollouts | {"acc": [1, 0, 0]}, **settings)
+
+
+def test_a_group_of_another_size_is_dropped_where_the_size_is_said() -> None:
+    uids = ["whole"] * 3 + ["short"] * 2 + ["long"] * 4
+    scores = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [reason for _, reason in verdicts(uids, scores, group_size=3)] == ["kept", "response_count", "response_count"]
+    assert [reason for _, reason in verdicts(uids, scores, group_size=3, min_members=2)] == ["kept", "kept", "response_count"]
+    assert [reason for _, reason in verdicts(uids, scores)] == ["kept"] * 3
+    with pytest.raises(ConfigError, match="compares the members of a group"):
+        GroupFilter(group_size=1)
+
+
+def test_tensors_that_need_gradients_or_are_of_half_precision_are_read() -> None:
+    torch = pytest.importorskip("torch")
+    scores = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    data = DataProto({"rm_scores": scores, "response_mask": torch.ones(2, 1, dtype=torch.bfloat16)}, {"uid": objects(["a", "a"])})
+    assert not GroupFilter(query_filter={"type": "mean_filter", "filter_args": {"threshold_up": 0.5}}).judge(data).kept
+
+
 # ---------------------------------------------------------------- filling
+
+
+def test_a_prompt_that_is_sampled_again_under_its_old_uid_is_no_second_group(make: Make) -> None:
+    filler = BatchFiller(groups=3, group_filter=GroupFilter())
+    filler.add(data_of(make, GROUPS[:2]))
+    with pytest.raises(FilterError, match="uids of their own, got 'prompt0' again"):
+        filler.add(data_of(make, GROUPS[:1]))
+    assert filler.missing == 2
+    filler.take()
+    filler.add(data_of(make, GROUPS[:1]))
 
 
 def test_batches_are_collected_until_they_are_full(make: Make) -> None:
@@ -138,7 +245,7 @@ def test_batches_are_collected_until_they_are_full(make: Make) -> None:
     assert filler.missing == 3
     filler.add(data_of(make, GROUPS, place=np.arange(9)))
     assert filler.missing == 1
-    filler.add(data_of(make, GROUPS, place=np.arange(9, 18)))
+    filler.add(data_of(make, GROUPS, sampled=1, place=np.arange(9, 18)))
     assert filler.missing == 0
     batch, metrics = filler.take()
     assert batch.non_tensor_batch["place"].tolist() == [0, 1, 2, 6, 7, 8, 9, 10, 11]
@@ -159,13 +266,13 @@ def test_surplus_groups_are_carried_where_that_is_wanted(make: Make) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_the_bound_ends_the_filling(make: Make, kept: int) -> None:
-    data = data_of(make, [[1.0, 1.0]] * 3 if not kept else [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    groups = [[1.0, 1.0]] * 3 if not kept else [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     raising = BatchFiller(groups=4, group_filter=GroupFilter(), max_gen_batches=2)
     shrinking = BatchFiller(groups=4, group_filter=GroupFilter(), max_gen_batches=2, on_exhausted="shrink")
     for filler in (raising, shrinking):
-        for _ in range(2):
+        for time in range(2):
             assert filler.missing > 0
-            filler.add(data)
+            filler.add(data_of(make, groups, sampled=time))
     with pytest.raises(ResampleError, match=rf"4 groups, kept {2 * kept} after max_gen_batches \(2\).*no_spread {6 - 2 * kept}"):
         _ = raising.missing
     if kept:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from sluice.filters.base import DomainFilters, MemberFilter, QueryFilter, ResponseFilter, RewardFilter, RolloutFilter
 from sluice.filters.build import build_domain_filters, build_group_filter, build_query_filter, build_response_filter
 from sluice.filters.context import FilterContext
-from sluice.filters.group_rewards import GroupRewards, RewardStats, sum_steps
+from sluice.filters.group_rewards import GroupRewards, RewardStats, number_of, sum_steps
 from sluice.filters.guard import RatioGuard, build_guard
 from sluice.filters.state import filters_state, load_filters_state
 
@@ -47,5 +47,6 @@ __all__ = [
     "build_response_filter",
     "filters_state",
     "load_filters_state",
+    "number_of",
     "sum_steps",
 ]

@@ -62,7 +62,7 @@ def read_group(group: Group, context: FilterContext) -> RewardStats:
     if False in group.counted:
         values = list(compress(values, group.counted))
     elif not PLAIN_NUMBERS.issuperset(map(type, values)):
-        values = [_number(value, index, context.where) for index, value in enumerate(values)]
+        values = [number_of(value, index, context.where) for index, value in enumerate(values)]
     if not values:
         is_scored = any(rollout.reward is not None for rollout in group.rollouts)
         return RewardStats(size, 0, math.nan, math.nan, TRUNCATED if is_scored else INCOMPLETE)
@@ -79,7 +79,7 @@ def read_sequence(rewards: Any, context: FilterContext) -> RewardStats:
     if context.metric is not None:
         values = [None if value is None else _entry(value, f"member {index}", context) for index, value in enumerate(values)]
     if not PLAIN_NUMBERS.issuperset(map(type, values)):
-        values = [_number(value, index, context.where) for index, value in enumerate(values)]
+        values = [number_of(value, index, context.where) for index, value in enumerate(values)]
     return _stats(values, len(values), context)
 
 
@@ -95,7 +95,7 @@ def sum_steps(step_rewards: Iterable[Iterable[Any]]) -> list[float | None]:
             raise FilterError(
                 f"sum_steps: expected a row of step rewards for rollout {index}, got {_short(row)} - give one list per rollout"
             )
-        steps = [_number(step, index, "sum_steps") for step in row]
+        steps = [number_of(step, index, "sum_steps") for step in row]
         try:
             outcomes.append(None if None in steps else math.fsum(steps))
         except OverflowError:  # beyond the range of a float: as good as infinite
@@ -124,7 +124,7 @@ def _stats(values: list[Any], size: int, context: FilterContext) -> RewardStats:
 
 def _stats_of_present(values: list[Any], size: int, context: FilterContext) -> RewardStats:
     """The same when some reward is missing or the formulas overflow."""
-    present = [number for index, value in enumerate(values) if (number := _number(value, index, context.where)) is not None]
+    present = [number for index, value in enumerate(values) if (number := number_of(value, index, context.where)) is not None]
     n = len(present)
     if n < len(values):
         if context.min_members is None or n < context.min_members:
@@ -152,8 +152,12 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _number(value: Any, index: int, where: str) -> Any:
-    """One reward as a plain number or a fraction of unchanged value, or None when it is missing."""
+def number_of(value: Any, who: int | str, where: str) -> Any:
+    """One reward as a plain number or a fraction of unchanged value, or None when it is missing (None, NaN, infinite).
+
+    who: the member's place, or what messages call it. where: path of the configuration, for messages. Raises `FilterError` for what is no
+    number: text, a mapping, a row of steps.
+    """
     if value is None:
         return None
     if type(value) not in PLAIN_NUMBERS:
@@ -163,7 +167,7 @@ def _number(value: Any, index: int, where: str) -> Any:
         if value is None:
             return None
         if not isinstance(value, Real | Decimal):
-            raise FilterError(f"{where}: {_not_a_number(value, f'member {index}', where)}")
+            raise FilterError(f"{where}: {_not_a_number(value, f'member {who}' if isinstance(who, int) else who, where)}")
     if not _is_finite(value):
         return None
     if isinstance(value, int | float):

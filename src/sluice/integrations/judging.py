@@ -5,16 +5,16 @@ The group that a filter sees is the same through every door, so that one filter 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from sluice.config.models import FilterConfig
 from sluice.errors import ConfigError, FilterError
-from sluice.filters import QueryFilter, ResponseFilter, build_query_filter, build_response_filter
+from sluice.filters import QueryFilter, ResponseFilter, build_query_filter, build_response_filter, number_of
 from sluice.filters.base import Filter
 from sluice.types import EMPTY, Category, Failure, Group, Rollout, RolloutFinish, Task, Turn
 
@@ -32,8 +32,8 @@ MISSING: Final = "reward_missing"
 class Member:
     """One rollout as a framework tells it."""
 
-    reward: float | None  # raw task reward; None or not finite: it has none
-    metrics: Mapping[str, float] = field(default_factory=lambda: EMPTY)  # further named scores
+    reward: Any  # raw task reward, a number of any library; None or not finite: it has none
+    metrics: Mapping[str, Any] = field(default_factory=lambda: EMPTY)  # further named scores
     tokens: int = 0  # that the policy sampled: tool and environment tokens are not among them
     text: str = ""
     finish_reason: RolloutFinish = "stop"
@@ -68,7 +68,7 @@ def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: i
     """A whole group of the members that a framework has. key: its name there, for messages; it becomes the task's id.
 
     A member without a finite reward leaves the group incomplete, where the filter does not let survivors be enough. Raises `FilterError`
-    for a group without members.
+    for a group without members, and for a reward that is no number.
     """
     if not members:
         raise FilterError(f"group {key!r}: expected at least one member, got none - a group has at least one")
@@ -88,7 +88,7 @@ def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: i
 
 def rollout_of(member: Member, *, task: Task, group_id: int, index: int, attempt_id: int | None = None, version: int = 0) -> Rollout:
     """One member as the record that filters and the scheduler read. Its tokens are counted and not kept."""
-    reward = member.reward if member.reward is not None and math.isfinite(member.reward) else None
+    reward = number_of(member.reward, index, "filter")
     tokens = np.zeros(member.tokens, dtype=np.int64)
     turn = Turn(
         prompt_ids=task.prompt_ids,
@@ -111,11 +111,32 @@ def rollout_of(member: Member, *, task: Task, group_id: int, index: int, attempt
     )
 
 
-def named_metric(given: Filter[Any]) -> str | None:
-    """The first metric that a filter, or a part of it, reads by name; None: it reads the reward."""
-    if given.context.metric is not None:
-        return given.context.metric
-    return next((name for part in given.parts if (name := named_metric(part)) is not None), None)
+def named_metrics(given: Filter[Any]) -> tuple[str, ...]:
+    """The metrics that a filter and its parts read by name, each once; none: it reads the reward."""
+    own = () if given.context.metric is None else (given.context.metric,)
+    return tuple(dict.fromkeys([*own, *[name for part in given.parts for name in named_metrics(part)]]))
+
+
+def scores_of(entries: Mapping[Any, Any], named: Sequence[str]) -> dict[str, Any]:
+    """Of all that a framework notes beside a reward the numbers, and whatever stands under a name that a filter reads: it is told there
+    when that is none."""
+    return {str(name): value for name, value in entries.items() if str(name) in named or _is_number(value)}
+
+
+def require_named(named: Sequence[str], noted: Iterable[Mapping[Any, Any]], *, where: str, advice: str) -> None:
+    """Raise `FilterError` for a name that is not among the notes of any member: one of a few that lacks it is data, all are a mistake."""
+    fields: dict[str, None] = {}
+    for entries in noted:
+        fields.update(dict.fromkeys(map(str, entries)))
+    for name in named:
+        if fields and name not in fields:
+            raise FilterError(f"{where} is {name!r}, but its reward has only {sorted(fields)} - {advice}")
+
+
+def _is_number(value: Any) -> bool:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy scalars, 0-dim arrays and tensors
+        value = value.item()
+    return isinstance(value, Real)
 
 
 def reason_of(category: Category | None, reason: str) -> str:

@@ -18,14 +18,23 @@ class of the framework that the samples come from, and ours is true exactly when
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Final
 
 from sluice.errors import FilterError
-from sluice.filters import RatioGuard
-from sluice.integrations.judging import FilterLike, Member, group_of, named_metric, query_filter, reason_of
+from sluice.filters import RatioGuard, number_of
+from sluice.integrations.judging import (
+    FilterLike,
+    Member,
+    group_of,
+    named_metrics,
+    query_filter,
+    reason_of,
+    require_named,
+    scores_of,
+)
 from sluice.types import Group, RolloutFinish, Verdict
 
 FRAMEWORKS: Final = ("slime", "miles")
@@ -53,7 +62,7 @@ class DynamicFilter:
     ) -> None:
         self._filter = query_filter(given, where="dynamic_filter", min_members=min_members)
         self._guard = guard
-        self._metric = named_metric(self._filter)
+        self._metrics = named_metrics(self._filter)
         self._keep_when_insufficient = keep_when_insufficient
 
     def __call__(self, args: Any, samples: Sequence[Any], **_: Any) -> Any:
@@ -64,7 +73,7 @@ class DynamicFilter:
 
     def judge(self, args: Any, samples: Sequence[Any]) -> Verdict:
         """The verdict behind the answer."""
-        verdict = self._filter.judge(group_of_samples(args, samples, metric=self._metric))
+        verdict = self._filter.judge(group_of_samples(args, samples, metrics=self._metrics))
         return verdict if self._guard is None else self._guard.admit(verdict)
 
 
@@ -87,49 +96,42 @@ def dynamic_filter(
     return DynamicFilter(given, guard=guard, min_members=min_members, keep_when_insufficient=keep_when_insufficient)
 
 
-def group_of_samples(args: Any, samples: Sequence[Any], *, metric: str | None = None) -> Group:
+def group_of_samples(args: Any, samples: Sequence[Any], *, metrics: Sequence[str] = ()) -> Group:
     """The samples of one prompt as a group. A sample that an agent has fanned out into several is a list of them, and has one vote.
-    metric: the entry of rewards that are mappings which stands for the reward where `--reward-key` names none.
+    metrics: the entries of rewards that are mappings which a filter reads; the first stands for the reward where `--reward-key` names none.
 
-    Raises `FilterError` for rewards that are mappings without `--reward-key`, and for parts of one sample with different rewards.
+    Raises `FilterError` for rewards that are no numbers, for mappings without `--reward-key` or without what is named in any of them, and
+    for parts of one sample with different rewards. One sample of several that lacks what is named has no reward.
     """
     parts = [list(sample) if isinstance(sample, list | tuple) else [sample] for sample in samples]
     if not parts or not all(parts):
         raise FilterError("expected the samples of one prompt, got none - a group has at least one")
-    members = []
-    for index, fragments in enumerate(parts):
-        rewards: dict[Hashable, Any] = {_as_key(fragment.reward): fragment.reward for fragment in fragments}
-        if len(rewards) > 1:
-            raise FilterError(
-                f"sample {index}: expected one reward for all {len(fragments)} parts of one rollout, got {list(rewards.values())} - a "
-                "rollout has one reward: give each part that of the whole"
-            )
-        members.append(_member(args, fragments, index, metric))
+    reward_key = getattr(args, "reward_key", None)
+    mappings = [reward for fragments in parts for fragment in fragments if isinstance(reward := _reward_of(fragment), Mapping)]
+    if reward_key:
+        require_named([reward_key], mappings, where="--reward-key", advice="name one")
+    require_named(metrics, mappings, where="dynamic_filter.metric", advice="name one; another entry is never read in its place")
+    read = reward_key or next(iter(metrics), None)
+    members = [_member(fragments, index, read, metrics) for index, fragments in enumerate(parts)]
     first = parts[0][0]
     key = getattr(first, "group_index", None)
     return group_of(members, key=str(key), group_id=key if isinstance(key, int) else 0)
 
 
-def _member(args: Any, fragments: Sequence[Any], index: int, metric: str | None) -> Member:
+def _member(fragments: Sequence[Any], index: int, read: str | None, metrics: Sequence[str]) -> Member:
     last = fragments[-1]
-    reward, metrics = fragments[0].reward, {}
-    reward_key = getattr(args, "reward_key", None)
-    if isinstance(reward, Mapping):
-        metrics = {str(name): value for name, value in reward.items() if isinstance(value, bool | int | float)}
-        if reward_key and reward_key not in reward:
-            raise FilterError(
-                f"sample {index}: --reward-key is {reward_key!r}, but its reward has only {sorted(map(str, reward))} - name one"
-            )
-        if not reward_key and metric is None:
-            raise FilterError(
-                f"sample {index}: expected one number as its reward, got a mapping with the fields {sorted(map(str, reward))} - set "
-                "--reward-key to the one that trains, or the filter's metric to the one that it shall read"
-            )
-        reward = reward.get(reward_key or metric)
+    found = [_scores(fragment, index, read, metrics) for fragment in fragments]
+    compared = [(reward, *[scores.get(name) for name in metrics]) for reward, scores in found]
+    if any(other != compared[0] for other in compared[1:]):
+        raise FilterError(
+            f"sample {index}: expected one reward for all {len(fragments)} parts of one rollout, got "
+            f"{[fragment.reward for fragment in fragments]} - a rollout has one reward: give each part that of the whole"
+        )
+    reward, scores = found[0]
     status = str(getattr(getattr(last, "status", None), "value", "completed"))
     return Member(
-        reward=None if reward is None else float(reward),
-        metrics=metrics,
+        reward=reward,
+        metrics=scores,
         tokens=sum([_length(fragment) for fragment in fragments]),
         text=str(getattr(last, "response", "")),
         finish_reason=_FINISHED.get(status, "stop"),
@@ -137,14 +139,31 @@ def _member(args: Any, fragments: Sequence[Any], index: int, metric: str | None)
     )
 
 
+def _scores(sample: Any, index: int, read: str | None, metrics: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The reward of a sample, None where it has none, and its named scores."""
+    reward, who = _reward_of(sample), f"sample {index}"
+    if not isinstance(reward, Mapping):
+        return number_of(reward, who, "dynamic_filter"), {}
+    if read is None:
+        raise FilterError(
+            f"{who}: expected one number as its reward, got a mapping with the fields {sorted(map(str, reward))} - set --reward-key to the "
+            "one that trains, or the filter's metric to the one that it shall read"
+        )
+    scores = scores_of(reward, metrics)
+    scores |= {name: number_of(scores[name], f"{who} ({name})", "dynamic_filter") for name in metrics if name in scores}
+    return number_of(reward.get(read), f"{who} ({read})", "dynamic_filter"), scores
+
+
+def _reward_of(sample: Any) -> Any:
+    if not hasattr(sample, "reward"):
+        raise FilterError(f"expected samples with a reward, or lists of them, got {type(sample).__name__} - give what the framework gave")
+    return sample.reward
+
+
 def _length(sample: Any) -> int:
     """Tokens that the policy sampled: those of the loss mask where there is one."""
     mask = getattr(sample, "loss_mask", None)
     return int(sum(mask)) if mask is not None else int(getattr(sample, "response_length", 0) or 0)
-
-
-def _as_key(reward: Any) -> Hashable:
-    return tuple(sorted((str(name), value) for name, value in reward.items())) if isinstance(reward, Mapping) else reward
 
 
 def _answer(samples: Sequence[Any], keep: bool, reason: str | None, keep_when_insufficient: bool) -> Any:

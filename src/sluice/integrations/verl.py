@@ -10,6 +10,7 @@ Which number is judged: with `metric` (of the filter's configuration) the column
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from sluice.advantage import fold_rows
+from sluice.advantage import fold_rows, read_ids
 from sluice.errors import FilterError, ResampleError
 from sluice.filters import QueryFilter, RatioGuard
 from sluice.gate import Gate
-from sluice.integrations.judging import FilterLike, Member, group_of, named_metric, query_filter, reason_of
+from sluice.integrations.judging import (
+    FilterLike,
+    Member,
+    group_of,
+    named_metrics,
+    query_filter,
+    reason_of,
+    require_named,
+    scores_of,
+)
 from sluice.types import EMPTY, Verdict
 
 SCORES: Final = ("rm_scores", "token_level_scores")
@@ -54,6 +64,8 @@ class GroupFilter:
     Args:
         query_filter: a configuration, or a filter from `sluice.filters.build_query_filter`.
         guard: bounds the share of judged groups that are dropped; None: no bound.
+        group_size: rollouts of a whole group, `rollout.n` of verl; a group of another number is dropped as `response_count`, unless it has
+            `min_members` at least and not more. None: a group is as large as it comes.
         min_members: rows with a reward that still make a group, where a configuration is given; None: all of them.
         uid: the column that groups are told apart by.
         rollout_id: the column by which rows of one rollout are told, where a rollout is split into several rows: it has one vote. None:
@@ -62,20 +74,24 @@ class GroupFilter:
 
     query_filter: FilterLike = field(default_factory=lambda: {"type": "std_filter"})
     guard: RatioGuard | None = None
+    group_size: int | None = None
     min_members: int | None = None
     uid: str = "uid"
     rollout_id: str | None = None
 
     def __post_init__(self) -> None:
-        self._filter: QueryFilter = query_filter(self.query_filter, where="query_filter", min_members=self.min_members)
-        self._metric = named_metric(self._filter)
+        self._filter: QueryFilter = query_filter(
+            self.query_filter, where="query_filter", group_size=self.group_size, min_members=self.min_members
+        )
+        self._metrics = named_metrics(self._filter)
 
     def judge(self, data: Any) -> Judged:
         """Judge every group of a `DataProto`, and choose the rows of those that are kept. The data are not changed.
 
-        Raises `FilterError` for data without uids or scores, or without the column that the filter's `metric` names.
+        Raises `FilterError` for data without uids or scores, or without the column that the filter's `metric` names; for uids that tell no
+        group from another, scores and metrics that are no numbers, and columns of different lengths.
         """
-        uids = self._column(data, self.uid)
+        uids = self.uids_of(data)
         rows_of: dict[Hashable, list[int]] = {}
         for row, uid in enumerate(uids):
             rows_of.setdefault(uid, []).append(row)
@@ -91,20 +107,31 @@ class GroupFilter:
         """Judge one group that an agent loop produced, a list of `AgentLoopOutput`: its members' `reward_score`, and the
         `reward_extra_info` of their `extra_fields`.
         """
-        return self.judge_members([_member_of_output(output, self._metric) for output in outputs], key=key)
+        infos = [_extra(output).get("reward_extra_info") or {} for output in outputs]
+        require_named(self._metrics, infos, where="query_filter.metric", advice="name one; another score is never read in its place")
+        return self.judge_members([_member_of_output(*pair, self._metrics) for pair in zip(outputs, infos, strict=True)], key=key)
 
     def judge_members(self, members: Sequence[Member], *, key: str, group_id: int = 0) -> Verdict:
         """The verdict on a group of members, after the guard."""
-        verdict = self._filter.judge(group_of(members, key=key, group_id=group_id))
+        group = group_of(members, key=key, group_id=group_id)
+        size = self.group_size
+        if size is not None and not (size if self.min_members is None else self.min_members) <= len(members) <= size:
+            return Verdict.dropped("response_count", "invalid", "verl", {"members": float(len(members)), "size": float(size)})
+        verdict = self._filter.judge(group)
         return verdict if self.guard is None else self.guard.admit(verdict)
+
+    def uids_of(self, data: Any) -> list[Hashable]:
+        """The uid of each row. Raises `FilterError` where there are none, or one tells no group from another."""
+        return self._column(data, self.uid)
 
     def _members(self, data: Any, rows: int) -> list[Member]:
         columns = {
-            str(name): values
+            str(name): _listed(values, str(name), rows)
             for name, values in data.non_tensor_batch.items()
-            if name not in (self.uid, self.rollout_id) and _is_numbers(values)
+            if name not in (self.uid, self.rollout_id) and getattr(values, "ndim", 1) == 1
         }
-        scores, metric = _scores(data), self._metric
+        scores = _scores(data, rows)
+        metric = next(iter(self._metrics), None)
         if scores is None and metric not in columns:
             raise FilterError(
                 f"expected a column of scores ({' or '.join(SCORES)}) in batch, or of numbers in non_tensor_batch, got batch "
@@ -114,21 +141,22 @@ class GroupFilter:
         tokens = _lengths(data, rows)
         members = []
         for row in range(rows):
-            metrics = {name: float(values[row]) for name, values in columns.items() if values[row] is not None}
+            metrics = scores_of({name: values[row] for name, values in columns.items()}, self._metrics)
             reward = metrics.get(str(metric)) if scores is None else scores[row]
             members.append(Member(reward=reward, metrics=metrics, tokens=tokens[row]))
         return members
 
     def _votes(self, data: Any, uids: Sequence[Hashable], members: Sequence[Member]) -> list[int]:
-        """For each row the one that votes for its rollout: the first one."""
+        """For each row the one that votes for its rollout: the first one. What is judged must be the same in all of them."""
         assert self.rollout_id is not None
         ids = self._column(data, self.rollout_id)
+        judged = [[member.metrics.get(name) for member in members] for name in self._metrics] or [[member.reward for member in members]]
         try:
-            folded = fold_rows([member.reward for member in members], ids, uids)
+            folded = [fold_rows(values, ids, uids) for values in judged]  # all of them, since each may disagree
         except ValueError as error:
             raise FilterError(f"{self.rollout_id}: {error}") from error
         first: dict[int, int] = {}
-        return [first.setdefault(int(rollout), row) for row, rollout in enumerate(folded.rollout_of_row)]
+        return [first.setdefault(int(rollout), row) for row, rollout in enumerate(folded[0].rollout_of_row)]
 
     def _column(self, data: Any, name: str) -> list[Hashable]:
         columns = getattr(data, "non_tensor_batch", None)
@@ -138,7 +166,10 @@ class GroupFilter:
                 f"expected a DataProto with the column {name!r} in non_tensor_batch, got {type(data).__name__} with {there} - verl gives "
                 "every prompt a uid before it repeats it"
             )
-        return list(np.asarray(columns[name]).tolist())
+        try:
+            return read_ids(columns[name], name)
+        except ValueError as error:
+            raise FilterError(f"non_tensor_batch[{name!r}]: {error} - verl gives every prompt a uid before it repeats it") from None
 
 
 class BatchFiller:
@@ -153,7 +184,8 @@ class BatchFiller:
 
     `on_exhausted` says what happens when `max_gen_batches` have been added and groups are still missing: "raise", or "shrink", which makes
     `missing` 0, so that what is there is taken; with nothing there it is an error too. Kept groups beyond the batch wait for the next one
-    with `surplus` "carry", in which case they are of older weights; "discard" counts and drops them.
+    with `surplus` "carry", in which case they are of older weights; "discard" counts and drops them. Two kept groups of one uid would be
+    one group to verl's advantages: the second is a `FilterError`.
     """
 
     def __init__(
@@ -175,7 +207,7 @@ class BatchFiller:
         self._max_gen_batches = max_gen_batches
         self._on_exhausted = on_exhausted
         self._surplus = surplus
-        self._parts: list[Any] = []  # one kept group each
+        self._parts: list[tuple[Hashable, Any]] = []  # uid and rows of one kept group each
         self._verdicts: list[Verdict] = []
         self._added = 0
 
@@ -199,13 +231,19 @@ class BatchFiller:
     def add(self, data: Any) -> Judged:
         """Judge one generated and scored batch, and keep its groups."""
         judged = self._group_filter.judge(data)
-        self._added += 1
-        self._verdicts += judged.verdicts.values()
-        uids = np.asarray(data.non_tensor_batch[self._group_filter.uid]).tolist()
+        uids = self._group_filter.uids_of(data)
         rows_of: dict[Hashable, list[int]] = {}
         for row in judged.rows.tolist():
             rows_of.setdefault(uids[row], []).append(row)
-        self._parts += [_select(data, np.array(rows, dtype=np.intp)) for rows in rows_of.values()]
+        twice = [uid for uid, _ in self._parts if uid in rows_of]
+        if twice:
+            raise FilterError(
+                f"expected groups with uids of their own, got {twice[0]!r} again, of which a kept group waits already - give a prompt "
+                "that is sampled once more a new uid: advantages would take the two for one group"
+            )
+        self._added += 1
+        self._verdicts += judged.verdicts.values()
+        self._parts += [(uid, _select(data, np.array(rows, dtype=np.intp))) for uid, rows in rows_of.items()]
         return judged
 
     def take(self) -> tuple[Any, dict[str, float]]:
@@ -220,7 +258,8 @@ class BatchFiller:
         }
         self._parts = rest if self._surplus == "carry" else []
         self._verdicts, self._added = [], 0
-        return (taken[0] if len(taken) == 1 else type(taken[0]).concat(taken)), metrics
+        parts = [part for _, part in taken]
+        return (parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)), metrics
 
 
 def decide(
@@ -252,50 +291,66 @@ def count(verdicts: Iterable[Verdict]) -> dict[str, float]:
     return out
 
 
-def _scores(data: Any) -> list[float] | None:
-    """The raw score of each row, or None where there is none. A row of per-token scores is summed in float64."""
-    keys = _keys(data.batch)
-    for name in SCORES:
-        if name in keys:
-            values = np.asarray(
-                data.batch[name].detach().cpu().double().numpy() if hasattr(data.batch[name], "detach") else data.batch[name]
-            )
-            summed: list[float] = (values.sum(axis=-1) if values.ndim > 1 else values).astype(np.float64).tolist()
-            return summed
-    return None
+def _scores(data: Any, rows: int) -> list[float] | None:
+    """The raw score of each row; None where there are none. Scores per token are summed exactly: their order makes no difference."""
+    name = next((name for name in SCORES if name in _keys(data.batch)), None)
+    if name is None:
+        return None
+    values = _array(data.batch[name])
+    if values.ndim not in (1, 2) or len(values) != rows:
+        raise FilterError(
+            f"{name}: expected one number per row or token of {rows} rows, got shape {values.shape} - one row is one response"
+        )
+    if values.ndim == 1:
+        return list(values.tolist())
+    with np.errstate(invalid="ignore", over="ignore"):
+        summed: list[float] = values.sum(axis=1).tolist()
+    if values.dtype.kind == "f":
+        for row in np.flatnonzero(np.count_nonzero(values, axis=1) > 1).tolist():
+            if math.isfinite(summed[row]):
+                summed[row] = math.fsum(values[row].tolist())
+    return summed
 
 
 def _lengths(data: Any, rows: int) -> list[int]:
     """Tokens that the policy sampled, by `response_mask`; 0 where there is none."""
     if "response_mask" not in _keys(data.batch):
         return [0] * rows
-    lengths: list[int] = np.asarray(data.batch["response_mask"].sum(-1)).astype(np.int64).tolist()
+    mask = _array(data.batch["response_mask"])
+    if mask.ndim != 2 or len(mask) != rows:
+        raise FilterError(f"response_mask: expected one row per response, {rows} of them, got shape {mask.shape} - one row is one response")
+    lengths: list[int] = mask.sum(axis=1).astype(np.int64).tolist()
     return lengths
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """A tensor of any device and type, or an array, as one that holds the same numbers: floats as float64."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.double() if values.is_floating_point() else values
+    array = np.asarray(values)
+    return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def _listed(values: Any, name: str, rows: int) -> list[Any]:
+    """The entries of a column, one per row."""
+    entries: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(entries) != rows:
+        raise FilterError(f"non_tensor_batch[{name!r}]: expected one entry for each of {rows} rows, got {len(entries)}")
+    return entries
 
 
 def _keys(batch: Any) -> set[Any]:
     return set() if batch is None else set(batch.keys())
 
 
-def _is_numbers(values: Any) -> bool:
-    """Whether a column is one number (or nothing) per row: what a filter may read by name."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        return False
-    return array.dtype.kind in "biuf" or (
-        array.dtype == object and all(value is None or isinstance(value, bool | int | float | np.number | np.bool_) for value in array)
-    )
-
-
 def _select(data: Any, rows: npt.NDArray[np.intp]) -> Any:
     return data.select_idxs(rows) if hasattr(data, "select_idxs") else data[rows]
 
 
-def _member_of_output(output: Any, metric: str | None) -> Member:
-    info = _extra(output).get("reward_extra_info") or {}
-    metrics = {str(name): float(value) for name, value in info.items() if isinstance(value, bool | int | float | np.number | np.bool_)}
-    reward = output.reward_score if output.reward_score is not None or metric is None else metrics.get(metric)
-    return Member(reward=reward, metrics=metrics, tokens=int(sum(output.response_mask)))
+def _member_of_output(output: Any, info: Mapping[str, Any], metrics: Sequence[str]) -> Member:
+    reward = output.reward_score if output.reward_score is not None or not metrics else info.get(metrics[0])
+    return Member(reward=reward, metrics=scores_of(info, metrics), tokens=int(sum(output.response_mask)))
 
 
 def _extra(output: Any) -> Mapping[str, Any]:
