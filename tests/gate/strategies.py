@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
 from hypothesis import strategies as st
+
+
+class Box:
+    """Like a tensor of one number: it can be hashed, and is equal to nothing but itself."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.array(self.value)
+
+
+NOT_BY_VALUE = [
+    math.nan,
+    np.float32("nan"),
+    Decimal("nan"),
+    complex("nan"),
+    (math.nan,),
+    ("go", (1, math.nan)),
+    frozenset({math.nan}),
+    np.datetime64("NaT"),
+    Box(),
+    (Box(), "go"),
+]
+"""What can be hashed, and is not equal to another one that says the same."""
 
 WORDS = st.sampled_from(["look", "go north", "go south", "take", "open"])
 NUMBERS = st.integers(-2, 4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sluice.errors import ConfigError, GateError
 from sluice.gate import SIGNALS, PrefixSignals, signals
 from tests.gate.naive import naive_signals
-from tests.gate.strategies import groups
+from tests.gate.strategies import NOT_BY_VALUE, groups
 
 # ---------------------------------------------------------------- properties
 
@@ -206,14 +206,25 @@ def test_actions_of_mixed_types_are_refused(mixed) -> None:
 
 
 def test_nan_is_no_action() -> None:
-    with pytest.raises(GateError, match="got NaN"):
+    with pytest.raises(GateError, match="got nan"):
         signals([[1.0, math.nan], [1.0, 2.0]], 2)
     incremental = PrefixSignals(2)
     incremental.add(0, 1.0)
-    with pytest.raises(GateError, match="got NaN"):
+    with pytest.raises(GateError, match="got nan"):
         incremental.add(0, math.nan)
-    with pytest.raises(GateError, match="got NaN"):
-        PrefixSignals(2).add(0, math.nan)
+
+
+@pytest.mark.parametrize("value", NOT_BY_VALUE, ids=repr)
+def test_what_cannot_be_compared_by_value_is_refused(value) -> None:
+    """Two of them that say the same would count as different, or not, by where they lie in memory."""
+    with pytest.raises(GateError, match="member 1: expected an action that equals another one of the same value, got"):
+        signals([[], [value]], 1)
+    with pytest.raises(GateError, match="member 0: expected an observation that equals another one of the same value, got"):
+        signals(["ab", "ab"], 2, [["x", value], ["x", "y"]])
+    with pytest.raises(GateError, match="member 7: expected an action that equals another"):
+        PrefixSignals(2).add(7, value)
+    with pytest.raises(GateError, match="member 7: expected an observation that equals another"):
+        PrefixSignals(2, has_observations=True).add(7, "a", value)
 
 
 def test_what_cannot_be_hashed_is_refused_with_its_member() -> None:

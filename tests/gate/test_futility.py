@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.errors import ConfigError, GateError
 from sluice.gate import FutilityKeeper, FutilityRule
+from tests.gate.strategies import NOT_BY_VALUE
 
 OBSERVATIONS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=14)
 
@@ -284,6 +287,8 @@ def test_a_state_goes_on_where_it_was() -> None:
         {"counts": {}},
         {"remaining": [1, 2]},
         {"remaining": [0, float("nan"), 0.0]},
+        {"remaining": [2, 1.0, -1.0]},
+        {"remaining": [2, 10**400, 1.0]},
     ],
 )
 def test_a_torn_state_is_refused_and_changes_nothing(change) -> None:
@@ -343,3 +348,50 @@ def test_what_cannot_have_happened_is_refused() -> None:
     for progress in (None, float("nan")):
         with pytest.raises(GateError, match="the environment's progress with every step"):
             keeper(progress_steps=2).observe("g", 0, 1, "a", progress=progress)
+
+
+@pytest.mark.parametrize("value", NOT_BY_VALUE, ids=repr)
+def test_what_cannot_be_compared_by_value_is_refused(value) -> None:
+    with pytest.raises(GateError, match="member 0 of group 'g', step 1: expected an observation that equals another one"):
+        keeper().observe("g", 0, 1, value)
+    with pytest.raises(GateError, match="member 0 of group 'g': expected an observation that equals another one"):
+        keeper().observe("g", 0, 0, value)
+    with pytest.raises(GateError, match="expected an action that equals another one"):
+        keeper(loops=2).observe("g", 0, 1, "a", action=value)
+
+
+def test_truths_and_numbers_of_numpy_count_as_such() -> None:
+    watch = keeper(invalid_actions=2)
+    assert [watch.observe("g", 0, step, str(step), np.bool_(False)) for step in (1, 2)] == [False, True]
+    watch = keeper(progress_steps=1)
+    assert [watch.observe("g", 0, step, str(step), None, np.float32(0.5)) for step in (1, 2)] == [False, True]
+    for value in (0, "no", np.array([False])):
+        with pytest.raises(GateError, match="step 1: expected is_admissible as True, False or None, got"):
+            keeper().observe("g", 0, 1, "a", value)
+
+
+@pytest.mark.parametrize("env_steps", [math.nan, "3", 2.5, -1, True], ids=repr)
+def test_steps_of_a_member_are_a_whole_number(env_steps) -> None:
+    watch = keeper(1.0, steps=1)
+    play(watch, "aa")
+    with pytest.raises(GateError, match="env_steps: expected a whole number >= 0, or None, got"):
+        watch.member_ended("g", 0, 0.0, env_steps=env_steps)
+
+
+@pytest.mark.parametrize("rule", [None, {"steps": 2}, FutilityRule, 6], ids=repr)
+def test_what_is_no_rule_is_refused(rule) -> None:
+    with pytest.raises(ConfigError, match="futility: expected a rule with name and watch, got .* - make a FutilityRule"):
+        FutilityKeeper(rule)
+
+
+def test_members_that_run_at_a_checkpoint_are_lost_to_the_audits() -> None:
+    first = keeper(1.0, steps=1)
+    play(first, "aa")
+    play(first, "ab", member=1)
+    play(first, "aa", member=2)
+    first.member_ended("g", 2, 0.0)
+    second = keeper(1.0, steps=1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    first.group_ended("g")
+    assert second.metrics() == first.metrics()
+    assert first.metrics()["gate/futile_audited_lost"] == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -113,6 +115,9 @@ def test_task_types_have_their_thresholds() -> None:
         ({"threshold": None}, "gate.threshold: .* got None"),
         ({"signal": "bigram_jaccard"}, "gate.signal: expected one of .*did you mean"),
         ({"rule": SingleAxis(), "threshold": 0.3}, "gate.rule: expected a rule alone, got also threshold 0.3"),
+        ({"rule": 0.1}, "gate.rule: expected an object with reads, margin and limits, got 0.1 - .*build_rule"),
+        ({"rule": {"type": "single_axis"}}, "gate.rule: expected an object with reads, .* got {'type'"),
+        ({"rule": SingleAxis}, "gate.rule: expected an object with reads, .* got <class"),
     ],
     ids=str,
 )
@@ -121,7 +126,7 @@ def test_settings_that_cannot_work_say_what_to_change(settings, message: str) ->
         Gate(**settings)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1]], ids=repr)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1], 10**400, Fraction(10**400), Decimal("sNaN")], ids=type)
 def test_a_reward_that_is_no_number_is_refused(reward) -> None:
     with pytest.raises(GateError, match="rewards: expected a finite number for member 1, got .* - give None"):
         Gate(k=4).decide(APART, rewards=[1.0, reward, None, None])
@@ -130,11 +135,34 @@ def test_a_reward_that_is_no_number_is_refused(reward) -> None:
 def test_one_entry_per_member() -> None:
     with pytest.raises(GateError, match="rewards: expected one per member, that is 4, got 2"):
         Gate(k=4).decide(APART, rewards=[1.0, 0.0])
-    with pytest.raises(GateError, match="observations: expected one per member, that is 4, got 1"):
+    with pytest.raises(GateError, match="observations: expected one sequence per member, that is 4, got 1"):
         Gate(k=4).decide(APART, [["x"] * 4])
     with pytest.raises(GateError, match="rewards: expected one per member, got 'abcd'"):
         Gate(k=4).decide(APART, rewards="abcd")
-    with pytest.raises(GateError, match="actions: expected one sequence of actions per member, got str"):
+    with pytest.raises(GateError, match="actions: expected one sequence of actions per member, got 'abcd'"):
         Gate(k=4).decide("abcd")
     with pytest.raises(GateError, match="actions of one type"):
         Gate(k=1).decide([["a"], [1]])
+
+
+@pytest.mark.parametrize("rows", [{("a",), ("b",)}, iter("ab"), 3, {0: "a", 1: "b"}, "ab"], ids=type)
+def test_what_has_no_order_names_no_members(rows) -> None:
+    gate = Gate(k=1, threshold=1.0)
+    with pytest.raises(GateError, match="actions: expected one sequence of actions per member, got"):
+        gate.decide(rows)
+    with pytest.raises(GateError, match="observations: expected one sequence per member"):
+        gate.decide(["a", "b"], rows)
+    with pytest.raises(GateError, match="rewards: expected one per member, got"):
+        gate.decide(["a", "b"], rewards={1.0, None} if isinstance(rows, set) else rows)
+
+
+@pytest.mark.parametrize("member", [3, iter("ab"), {"a"}, {"a": 1}], ids=type)
+def test_a_member_that_has_no_order_is_named(member) -> None:
+    with pytest.raises(GateError, match="actions of member 1: expected a sequence, got"):
+        Gate(k=1).decide([None, member, "a"])
+
+
+@pytest.mark.parametrize("task_type", [3, ["look"]], ids=repr)
+def test_a_task_type_is_a_text(task_type) -> None:
+    with pytest.raises(GateError, match="task_type: expected a text, or None where it is not known, got"):
+        Gate(k=4).decide(SAME, task_type=task_type)

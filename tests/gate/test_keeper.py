@@ -560,6 +560,12 @@ def test_a_keeper_goes_on_from_its_state() -> None:
         {"is_open": 1},
         {"remaining": [1, 2]},
         {"remaining": [-1, 0.0, 0.0]},
+        {"remaining": [2, 0.0, -1.0]},
+        {"scale": 0},
+        {"scale": -1.0},
+        {"scale": 1e9},
+        {"records": [[-0.1, True]]},
+        {"records": [[10**400, True]]},
         {"more": 1},
     ],
     ids=str,
@@ -573,3 +579,39 @@ def test_a_torn_state_changes_nothing(torn) -> None:
     with pytest.raises(GateError, match="the state is torn"):
         watch.load_state_dict(None)
     assert watch.state_dict() == before
+
+
+def test_groups_that_run_at_a_checkpoint_are_lost_to_the_audits() -> None:
+    """They restart whole: what is counted of them is that of groups that left without telling."""
+    first = keeper(audit_rate=1.0)
+    for key in ("ends", "runs", "begins"):
+        first.group_launched(key)
+        play(first, key, ["aaaa", "aaaa"], to=2 if key == "begins" else K)
+    first.group_ended("ends", [0.0, 0.0])
+    second = keeper(audit_rate=1.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for key in ("runs", "begins"):
+        first.group_ended(key)
+    assert second.metrics() == first.metrics()
+    shown = second.metrics()
+    assert shown["gate/would_cut"] == 2 == shown["gate/cut"] + shown["gate/audited"] + shown["gate/audited_lost"]
+
+
+def test_a_step_that_is_refused_has_not_happened() -> None:
+    watch = keeper()
+    watch.group_launched("g")
+    with pytest.raises(GateError, match="hashable"):
+        watch.observe("g", 0, 1, ["not hashable"], "hall")
+    with pytest.raises(GateError, match="expected step 1 of member 1"):
+        watch.observe("g", 1, 2, "a", "hall")
+    assert [verdict.keep for verdict in play(watch, "g", ["aaaa", "aaaa"])] == [False]
+
+
+def test_a_task_type_is_a_text() -> None:
+    watch = keeper()
+    with pytest.raises(GateError, match="task_type: expected a text"):
+        watch.group_launched("g", task_type=3)
+    watch.group_launched("g")
+    with pytest.raises(GateError, match="task_type: expected a text"):
+        watch.task_type_known("g", ["look"])
+    assert watch.watched == 1

@@ -146,3 +146,110 @@ def test_a_rule_that_lacks_its_signal_says_so() -> None:
 def test_a_rule_that_answers_no_margin_is_named(answer) -> None:
     with pytest.raises(GateError, match="expected a margin >= 0 of the rule"):
         margin_of(Answers(answer), {}, None)
+
+
+class Untyped:
+    """Of a user who does not subclass: all three members are there."""
+
+    reads = frozenset({"action_entropy"})
+
+    def margin(self, signals, task_type):
+        return 0.5
+
+    def limits(self, task_type):
+        return {}
+
+
+class NoLimits:
+    reads = frozenset()
+    margin = Untyped.margin
+
+
+class ReadsText(Untyped):
+    reads = "action_entropy"
+
+
+class ReadsList(Untyped):
+    reads = ["action_entropy"]  # noqa: RUF012
+
+
+class ReadsMethod(Untyped):
+    def reads(self):
+        return frozenset()
+
+
+class ReadsRaises(Untyped):
+    @property
+    def reads(self):
+        raise KeyError("not there")
+
+
+class ReadsUnknown(Untyped):
+    reads = frozenset({"edit_distance"})
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (NoLimits, "expected an object with reads, margin and limits"),
+        (ReadsText, "reads: expected a set of signals, got 'action_entropy'"),
+        (ReadsList, r"reads: expected a set of signals, got \['action_entropy'\]"),
+        (ReadsMethod, "reads: expected a set of signals, got <bound method .*@property"),
+        (ReadsRaises, "reads: expected a set of signals, got KeyError: 'not there'"),
+        (ReadsUnknown, "reads: expected some of prefix_edit_distance_mean, .* got edit_distance"),
+    ],
+)
+def test_a_rule_of_a_user_that_cannot_decide_is_refused_before_it_is_asked(cls, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Gate(k=1, rule=cls())
+    for config in (cls(), {"type": f"{__name__}.{cls.__name__}"}, {"type": "by_task_type", "rules": {"look": cls()}}):
+        with pytest.raises(ConfigError, match=message):
+            build_rule(config)
+    with pytest.raises(ConfigError, match=f"rules.look.*{message}"):
+        ByTaskType(rules={"look": cls()})
+    assert Gate(k=1, rule=Untyped()).decide(["a", "a"]).evidence["margin"] == 0.5
+
+
+class Breaks(Untyped):
+    reads = frozenset()
+
+    def margin(self, signals, task_type):
+        return signals["no such signal"]
+
+
+class LimitsBreak(Untyped):
+    reads = frozenset()
+
+    def __init__(self, limits) -> None:
+        self.own = limits
+
+    def limits(self, task_type):
+        return self.own
+
+
+class Forgets(Untyped):
+    reads = frozenset()
+
+    def margin(self, signals, task_type):
+        signals.clear()
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Breaks(), "the rule .*Breaks.* raised KeyError: 'no such signal'"),
+        (Forgets(), "the rule .*Forgets.* raised AttributeError"),
+        (LimitsBreak(None), "limits: expected a mapping from name to number, got None"),
+        (LimitsBreak({"most": "x"}), "limits: expected a mapping from name to number, got {'most': 'x'}"),
+    ],
+)
+def test_a_rule_of_a_user_that_breaks_is_named(rule, message: str) -> None:
+    with pytest.raises(GateError, match=message):
+        Gate(k=1, rule=rule).decide(["a", "a"])
+
+
+@pytest.mark.parametrize("rules", [None, 3, ["look"], {}], ids=repr)
+def test_rules_by_task_type_are_a_mapping(rules) -> None:
+    with pytest.raises(ConfigError, match="rules: expected a (mapping|rule)"):
+        ByTaskType(rules=rules)

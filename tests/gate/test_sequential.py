@@ -295,3 +295,23 @@ def test_what_cannot_have_happened_is_refused() -> None:
     with pytest.raises(GateError, match="expected no further step"):
         tell(watch, 0, group, ("step", 1, 1))
     watch.observe(9, 0, 5, "of a group that is gone")
+
+
+def test_groups_that_run_at_a_checkpoint_are_lost_to_the_audits() -> None:
+    first = keeper(audit_rate=1.0)
+    for group in GROUPS[:20]:
+        first.group_launched(group.key)
+        for event in list(together(group))[:-1]:
+            tell(first, group.key, group, event)
+    second = keeper(audit_rate=1.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for group in GROUPS[:20]:
+        first.group_ended(group.key)
+    assert second.metrics() == first.metrics()
+    assert first.metrics()["gate/audited_lost"]
+
+
+@pytest.mark.parametrize("horizon", [0, 1.5, None, "5", float("nan")], ids=repr)
+def test_a_horizon_that_is_none_is_refused(horizon) -> None:
+    with pytest.raises(ConfigError, match="gate.horizon: expected a whole number >= 1"):
+        SequentialKeeper(None, exact=SURE, group_size=2, horizon=horizon)

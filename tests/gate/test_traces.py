@@ -12,6 +12,7 @@ from sluice.gate import signals
 from sluice.gate.played import looks
 from sluice.gate.traces import INPUTS, GroupTrace, MemberTrace, Step, group_features, member_features
 from tests.gate.played_groups import HORIZON, interleavings, played
+from tests.gate.strategies import NOT_BY_VALUE
 
 STEPS = st.lists(
     st.builds(
@@ -190,3 +191,26 @@ def test_what_cannot_be_is_refused() -> None:
 def test_groups_for_tests_end_in_all_ways() -> None:
     outcomes = {tuple(sorted({member.reward for member in played(seed).members})) for seed in range(40)}
     assert outcomes == {(0.0,), (1.0,), (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("value", NOT_BY_VALUE, ids=repr)
+def test_what_cannot_be_compared_by_value_is_refused(value) -> None:
+    with pytest.raises(GateError, match="member 0: expected an action that equals another one"):
+        GroupTrace(5, ["reply"]).add(0, Step(value, "hall"))
+    with pytest.raises(GateError, match="member 0: expected a reply that equals another one"):
+        GroupTrace(5, ["reply"]).add(0, Step("look", value))
+    with pytest.raises(GateError, match="member 0: expected an observation that equals another one"):
+        GroupTrace(5, ["reply"]).add(0, Step("look", "hall"), value)
+
+
+def test_actions_of_one_group_are_of_one_type() -> None:
+    trace = GroupTrace(5, ["reply"])
+    trace.add(0, Step(1, "hall"))
+    with pytest.raises(GateError, match="member 1: expected actions of one type, got bool, int"):
+        trace.add(1, Step(True, "hall"))
+    assert trace.steps_of(1) == 0
+
+
+def test_a_truth_of_numpy_is_one() -> None:
+    told = [MemberTrace(5, ("is_admissible",)).add(Step("look", is_admissible=value)) for value in (False, np.bool_(False))]
+    assert told[0] == told[1]

@@ -3,6 +3,7 @@
 It knows nothing of environments, tokens or engines: it is told what members did, and answers with a `Verdict`. Source of the idea: arXiv
 2605.05802.
 
+- `values.py`: what actions, observations and the numbers beside them must be
 - `divergence.py`: seven signals of how far members have parted, of a whole group or as steps arrive
 - `rules.py`: from signals to the question whether a group is cut; the table from `type` to rule; `build_rule`
 - `decision.py`: `Gate`, one decision on one group

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import cached_property
-from numbers import Real
 from typing import Any, Final
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.divergence import check_k, signals
-from sluice.gate.rules import PUBLISHED_THRESHOLD, Rule, SingleAxis, margin_of
+from sluice.gate.divergence import check_k, check_observations, has_order, read_members, read_sequence, signals
+from sluice.gate.rules import PUBLISHED_THRESHOLD, Rule, SingleAxis, check_rule, limits_of, margin_of
+from sluice.gate.values import is_finite_number, short
 from sluice.types import Verdict
 
 SOURCE: Final = "gate"
@@ -44,6 +43,8 @@ class Gate:
             axis = SingleAxis(signal=self.signal, threshold=self.threshold)
         except ConfigError as error:
             raise ConfigError(f"gate.{error}") from None
+        if self.rule is not None:
+            check_rule(self.rule, "gate.rule")
         if self.rule is not None and axis != SingleAxis():
             raise ConfigError(
                 f"gate.rule: expected a rule alone, got also {_given(self)}, without effect beside it - drop the one or the other"
@@ -72,18 +73,16 @@ class Gate:
         of finished groups leave `rewards` out), and when finished members have different rewards. Raises `GateError` for what cannot be
         compared.
         """
-        if isinstance(actions, str | bytes | Mapping) or not hasattr(actions, "__len__"):
-            raise GateError(f"actions: expected one sequence of actions per member, got {type(actions).__name__} - give a list of lists")
-        is_compared = [member is not None for member in actions]
-        earned = [None] * len(is_compared) if rewards is None else read_rewards(rewards)
-        for name, given in (("observations", observations), ("rewards", earned)):
-            if given is not None and len(given) != len(is_compared):
-                raise GateError(
-                    f"{name}: expected one per member, that is {len(is_compared)}, got {len(given)} - name every member, with None"
-                )
-        members = [member for member in actions if member is not None]
+        rows = [None if row is None else read_sequence(row, index) for index, row in enumerate(read_members(actions))]
+        is_compared = [row is not None for row in rows]
+        earned = [None] * len(rows) if rewards is None else read_rewards(rewards)
+        if len(earned) != len(rows):
+            raise GateError(f"rewards: expected one per member, that is {len(rows)}, got {len(earned)} - name every member, with None")
+        if observations is not None:
+            check_observations(observations, len(rows))
+        members = [row for row in rows if row is not None]
         seen = None if observations is None else [row for row, is_in in zip(observations, is_compared, strict=True) if is_in]
-        ended = [reward is not None or len(member) < self.k for member, reward in zip(actions, earned, strict=True) if member is not None]
+        ended = [reward is not None or len(row) < self.k for row, reward in zip(rows, earned, strict=True) if row is not None]
         if len(members) < 2 or all(ended) or differ(earned):
             return None
         measured = signals(members, self.k, seen)  # type: ignore[arg-type]
@@ -99,11 +98,12 @@ class Gate:
 
     def margin(self, measured: Mapping[str, float], task_type: str | None = None) -> float:
         """Where a group stands: below 1 it is cut."""
+        check_task_type(task_type)
         return margin_of(self.rule_in_force, measured, task_type)
 
     def evidence(self, measured: Mapping[str, float], n: int, task_type: str | None, margin: float, scale: float) -> dict[str, float]:
         """What a decision was made on: the signals, the step, the members compared, the margin and the limits in force."""
-        limits = {name: float(limit) for name, limit in self.rule_in_force.limits(task_type).items()}
+        limits = limits_of(self.rule_in_force, task_type)
         if "threshold" in limits:
             limits["threshold"] *= scale
         return {**measured, "k": self.k, "n": n, "margin": margin, "scale": scale, **limits}
@@ -111,7 +111,7 @@ class Gate:
 
 def read_rewards(rewards: Sequence[Any]) -> list[Any]:
     """Rewards as numbers of unchanged value, None where there is none. Raises `GateError` for NaN, infinity and what is no number."""
-    if isinstance(rewards, str | bytes | Mapping) or not hasattr(rewards, "__len__"):
+    if not has_order(rewards):
         raise GateError(f"rewards: expected one per member, got {rewards!r} - give a list")
     return [read_reward(reward, index) for index, reward in enumerate(rewards)]
 
@@ -119,11 +119,21 @@ def read_rewards(rewards: Sequence[Any]) -> list[Any]:
 def read_reward(reward: Any, member: Hashable) -> Any:
     """The same for one member."""
     value = reward.item() if getattr(reward, "shape", None) == () and hasattr(reward, "item") else reward
-    if value is not None and (not isinstance(value, Real | Decimal) or not math.isfinite(value)):
+    if value is not None and not isinstance(value, bool) and not is_finite_number(value) and not _is_finite_decimal(value):
         raise GateError(
             f"rewards: expected a finite number for member {member!r}, got {reward!r} - give None for a member that has no reward (yet)"
         )
     return value
+
+
+def _is_finite_decimal(value: Any) -> bool:
+    return isinstance(value, Decimal) and value.is_finite()
+
+
+def check_task_type(task_type: object) -> None:
+    """Refuse what is no name of a task type. Raises `GateError`."""
+    if task_type is not None and not isinstance(task_type, str):
+        raise GateError(f"task_type: expected a text, or None where it is not known, got {short(task_type)} - give its name")
 
 
 def differ(rewards: Sequence[Any]) -> bool:

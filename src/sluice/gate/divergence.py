@@ -21,7 +21,7 @@ which is rarely meant.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from itertools import accumulate, chain, combinations, count, pairwise
 from typing import Any, Final, TypeAlias
 
@@ -29,6 +29,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from sluice.errors import ConfigError, GateError
+from sluice.gate.values import PLAIN, check_value, short
 
 SIGNALS: Final = (
     "prefix_edit_distance_mean",
@@ -47,7 +48,7 @@ Actions: TypeAlias = Sequence[Sequence[Hashable]]
 _END: Final = "\0"  # stands for END in an encoded prefix: actions are numbered from 1
 _NOT_GIVEN: Final = object()
 _LISTS: Final = frozenset({list, tuple})
-_PLAIN: Final = frozenset({list, tuple, str})
+_ROWS: Final = frozenset({list, tuple, str})
 _CODES: Final = "".join(map(chr, range(1, 4097)))  # enough for nearly all groups: longer ones are numbered as they come
 _edits: Final = Levenshtein.distance
 _SMALL: Final = 1000  # n x n x k up to which plain sets are faster than numpy: its calls cost more than the work in them
@@ -62,20 +63,22 @@ def signals(actions: Actions, k: int, observations: Sequence[Sequence[Hashable]]
     members out. Raises `GateError` for what cannot be compared, `ConfigError` for a bad `k`.
     """
     check_k(k)
-    members = _members(actions)
-    if _PLAIN.issuperset(map(type, members)):
+    members = read_members(actions)
+    _check_size(len(members))
+    if _ROWS.issuperset(map(type, members)):
         prefixes = [member[:k] for member in members]
     else:
-        prefixes = [_sequence(member, index)[:k] for index, member in enumerate(members)]
+        prefixes = [read_sequence(member, index)[:k] for index, member in enumerate(members)]
     lengths = [*map(len, prefixes)]
     seen = None if observations is None else _seen(observations, lengths, k)
     flat = [*chain.from_iterable(prefixes)]
-    _check_types({*map(type, flat)}, flat)
-    try:
-        # Numbered from 1 in order of appearance: the characters of a text, which is what the C code compares fastest.
-        order = dict.fromkeys(flat)
-    except TypeError:
-        raise _unhashable(prefixes) from None
+    kinds = {*map(type, flat)}
+    if len(kinds) > 1:
+        raise mixed_types(kinds)
+    if not kinds <= PLAIN:
+        _check_values(prefixes, "an action")
+    # Numbered from 1 in order of appearance: the characters of a text, which is what the C code compares fastest.
+    order = dict.fromkeys(flat)
     codes = dict(zip(order, _CODES if len(order) <= len(_CODES) else map(chr, count(1)), strict=False))
     encoded = "".join(map(codes.__getitem__, flat))
     whole = lengths.count(k)
@@ -117,19 +120,16 @@ class PrefixSignals:
         if (observation is not _NOT_GIVEN) != self.has_observations:
             expected, advice = ("an", "give it") if self.has_observations else ("no", "build PrefixSignals with has_observations=True")
             raise GateError(f"expected {expected} observation with the action {action!r} of member {member!r} - {advice}")
-        try:
-            code = self._codes.get(action)
-            hash(observation)
-        except TypeError:
-            name, value = ("an action", action) if not _is_hashable(action) else ("an observation", observation)
-            raise _not_hashable(name, value, f"member {member!r}") from None
-        if type(action) is not self._kind:
-            if self._kind is not None:
-                raise _mixed({self._kind, type(action)})
-            _check_no_nan(type(action), [action])
-            self._kind = type(action)
+        kind = type(action)
+        if kind is not self._kind and self._kind is not None:
+            raise mixed_types({self._kind, kind})
+        if kind not in PLAIN:
+            check_value(action, "an action", f"member {member!r}")
+        if self.has_observations and type(observation) not in PLAIN:
+            check_value(observation, "an observation", f"member {member!r}")
+        self._kind = kind
+        code = self._codes.get(action)
         if code is None:
-            _check_no_nan(type(action), [action])
             code = self._codes[action] = chr(len(self._codes) + 1)
         prefix.append(code)
         if len(prefix) == self.k and self.has_observations:
@@ -195,7 +195,7 @@ def encoded_signals(texts: list[str], codes: int, ended: int, seen: list[Hashabl
         "termination_fraction": ended / n,
     }
     if seen is not None:
-        measured["obs_unique_ratio"] = len(_different(seen)) / n
+        measured["obs_unique_ratio"] = len({*seen}) / n
     return measured
 
 
@@ -235,17 +235,22 @@ def check_k(k: object) -> None:
         raise ConfigError(f"k: expected a whole number >= 1, got {k!r} - it is the environment step at which a group is looked at")
 
 
-def _members(actions: object) -> Sequence[Any]:
-    """The members of a group, at least two."""
+def read_members(actions: object) -> Sequence[Any]:
+    """The members of a group as a list. Raises `GateError` for what has no order."""
     if type(actions) in _LISTS:  # nearly always: the other checks cost more than they look
         members: Sequence[Any] = actions  # type: ignore[assignment]
-        _check_size(len(members))
         return members
-    if isinstance(actions, str | bytes | Mapping | set | frozenset) or not hasattr(actions, "__len__") or not hasattr(actions, "__iter__"):
+    if not has_order(actions):
         raise GateError(
-            f"actions: expected one sequence of actions per member, got {_short(actions)} ({type(actions).__name__}) - give a list of lists"
+            f"actions: expected one sequence of actions per member, got {short(actions)} ({type(actions).__name__}) - give a list of lists"
         )
-    return _members(list(actions))
+    return list(actions)  # type: ignore[call-overload, no-any-return]
+
+
+def has_order(values: object) -> bool:
+    """Whether these are entries one after another, in an order that means something; a text is none."""
+    is_none = isinstance(values, str | bytes | Mapping | Set)
+    return not is_none and hasattr(values, "__len__") and hasattr(values, "__iter__")
 
 
 def _check_size(n: int) -> None:
@@ -253,88 +258,55 @@ def _check_size(n: int) -> None:
         raise GateError(f"actions: expected at least two members, got {n} - one alone has no pair to compare: set group_size to 2 or more")
 
 
-def _sequence(values: Any, index: int, what: str = "actions") -> Sequence[Any]:
+def read_sequence(values: Any, index: int, what: str = "actions") -> Sequence[Any]:
     """A list of anything that has an order; arrays and tensors give Python's own numbers."""
     if hasattr(values, "tolist") and getattr(values, "ndim", 1) == 1:
         listed: list[Any] = values.tolist()
         return listed
     if isinstance(values, Sequence):
-        return values if type(values) in _PLAIN else list(values)
-    raise GateError(f"{what} of member {index}: expected a sequence, got {_short(values)} ({type(values).__name__}) - give a list")
+        return values if type(values) in _ROWS else list(values)
+    raise GateError(f"{what} of member {index}: expected a sequence, got {short(values)} ({type(values).__name__}) - give a list")
 
 
 def _seen(observations: Any, lengths: list[int], k: int) -> list[Hashable]:
     """What each member saw before its action at step k."""
-    is_list = type(observations) in _LISTS or (hasattr(observations, "__len__") and not isinstance(observations, str | bytes | Mapping))
-    if not is_list or len(observations) != len(lengths):
-        found = f"{len(observations)}" if hasattr(observations, "__len__") else _short(observations)
-        raise GateError(
-            f"observations: expected one sequence per member, that is {len(lengths)}, got {found} - give them for all members or for none"
-        )
-    if not _PLAIN.issuperset(map(type, observations)):
-        observations = [_sequence(row, index, "observations") for index, row in enumerate(observations)]
+    check_observations(observations, len(lengths))
+    if not _ROWS.issuperset(map(type, observations)):
+        observations = [read_sequence(row, index, "observations") for index, row in enumerate(observations)]
     try:
-        return [row[k - 1] if length == k else _END_SEEN for row, length in zip(observations, lengths, strict=True)]
+        seen = [row[k - 1] if length == k else _END_SEEN for row, length in zip(observations, lengths, strict=True)]
     except IndexError:
         index, got = next((i, len(row)) for i, (row, n) in enumerate(zip(observations, lengths, strict=True)) if n == k and len(row) < k)
         raise GateError(
             f"observations of member {index}: expected at least {k}, one before each of its first {k} actions, got {got} - "
             "give what it saw before each action, the first observation included"
         ) from None
+    if not PLAIN.issuperset(map(type, seen)):
+        _check_values([[value] for value in seen], "an observation")
+    return seen
 
 
-def _different(seen: list[Hashable]) -> set[Hashable]:
-    try:
-        return {*seen}
-    except TypeError:
-        (index, value) = next((index, value) for index, value in enumerate(seen) if not _is_hashable(value))
-        raise _not_hashable("an observation", value, f"member {index}") from None
+def check_observations(observations: Any, n: int) -> None:
+    """Refuse what is not one entry per member. Raises `GateError`."""
+    if type(observations) not in _LISTS and not has_order(observations):
+        got = f"{short(observations)} ({type(observations).__name__})"
+    elif len(observations) != n:
+        got = f"{len(observations)}"
+    else:
+        return
+    raise GateError(f"observations: expected one sequence per member, that is {n}, got {got} - give them for all members or for none")
 
 
-def _check_types(kinds: set[type], actions: Iterable[Any]) -> None:
-    if len(kinds) > 1:
-        raise _mixed(kinds)
-    for kind in kinds:
-        _check_no_nan(kind, actions)
+def _check_values(rows: Iterable[Iterable[Any]], what: str) -> None:
+    for index, row in enumerate(rows):
+        for value in row:
+            check_value(value, what, f"member {index}")
 
 
-def _check_no_nan(kind: type, actions: Iterable[Any]) -> None:
-    if issubclass(kind, float) and any(map(math.isnan, actions)):
-        raise GateError(
-            "actions: expected values that equal themselves, got NaN - give an action that could not be read a value of its own"
-        )
-
-
-def _mixed(kinds: Iterable[type]) -> GateError:
+def mixed_types(kinds: Iterable[type]) -> GateError:
+    """That actions are of several types."""
     names = ", ".join(sorted({kind.__name__ for kind in kinds}))
     return GateError(
-        f"actions: expected actions of one type, got {names} - convert them all to text, for example; an action that was not read "
+        f"expected actions of one type, got {names} - convert them all to text, for example; an action that was not read "
         "counts as a step: give it a text of its own"
     )
-
-
-def _unhashable(prefixes: list[Sequence[Hashable]]) -> GateError:
-    for index, prefix in enumerate(prefixes):
-        for action in prefix:
-            if not _is_hashable(action):
-                return _not_hashable("an action", action, f"member {index}")
-    raise AssertionError("no action is unhashable")
-
-
-def _not_hashable(what: str, value: object, who: str) -> GateError:
-    return GateError(
-        f"{who}: expected {what} that is hashable, got {_short(value)} ({type(value).__name__}) - give a text, a number or a tuple of them"
-    )
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -27,7 +27,9 @@ from sluice.errors import ConfigError, GateError
 from sluice.gate.audit import Moments, Precision, clopper_pearson, drawn
 from sluice.gate.decision import SOURCE, differ, read_reward
 from sluice.gate.rules import check_share
+from sluice.gate.self_audit import are_moments, is_count
 from sluice.gate.traces import Step
+from sluice.gate.values import check_value, is_finite_number, read_truth, short
 from sluice.types import Verdict
 
 REASONS: Final = ("no_new_observation", "loop", "invalid_actions", "no_progress")
@@ -118,7 +120,7 @@ class _Signs:
         self._progress = -math.inf  # the most so far
         self._since_progress = 0
         if first_observation is not None:
-            _check_hashable(first_observation, "an observation")
+            check_value(first_observation, "an observation")
             self._seen.add(first_observation)
             self._last = first_observation
         if first_progress is not None and rule.progress_steps is not None:
@@ -127,19 +129,20 @@ class _Signs:
     def step(self, step: Step, /) -> str | None:
         """Take note of a step; the first sign that shows."""
         rule = self._rule
-        _check_hashable(step.reply, "an observation")
+        check_value(step.reply, "an observation")
+        is_admissible = read_truth(step.is_admissible, "is_admissible")
         tries = 0
         if rule.loops is not None:
             if step.action is None:
                 raise GateError("expected the action of every step, which loops needs, got none - give it, or leave loops out")
-            _check_hashable(step.action, "an action")
+            check_value(step.action, "an action")
             place = (self._last, step.action)
             tries = self._tried[place] = self._tried.get(place, 0) + 1
         is_new = step.reply not in self._seen
         self._seen.add(step.reply)
         self._last = step.reply
         self._since_new = 0 if is_new else self._since_new + 1
-        self._invalid = self._invalid + 1 if step.is_admissible is False else 0
+        self._invalid = self._invalid + 1 if is_admissible is False else 0
         if rule.progress_steps is not None:
             progress = _finite(step.progress)
             self._since_progress = 0 if progress > self._progress else self._since_progress + 1
@@ -190,6 +193,8 @@ class FutilityKeeper:
         horizon: int | None = None,
         hold_precision: float | None = None,
     ) -> None:
+        if isinstance(rule, type) or not callable(getattr(rule, "watch", None)) or not hasattr(rule, "name"):
+            raise ConfigError(f"futility: expected a rule with name and watch, got {short(rule)} - make a FutilityRule")
         self.rule: Final = rule
         self.seed: Final = seed
         self.audit_rate: Final = audit_rate
@@ -211,7 +216,7 @@ class FutilityKeeper:
                 f"{audit_rate!r} - what is not measured cannot be held"
             )
         for name, value in (("window", window), ("horizon", horizon)):
-            if value is not None and (not _is_count(value) or value < 1):
+            if value is not None and (not is_count(value) or value < 1):
                 raise ConfigError(f"futility.{name}: expected a whole number >= 1, got {value!r} - it is a number of members or of steps")
         self._groups: dict[Hashable, _Group] = {}
         self._outcomes: deque[bool] = deque(maxlen=window)  # of audited members that would have been stopped: whether rightly
@@ -299,6 +304,8 @@ class FutilityKeeper:
         `comparable`: by itself or by a stop; else it failed, was lost or cancelled, and is as if it had never been: its name may be used
         again. `reward`: the final one; None: it has none. `env_steps`: all that it took; None: one more than were told.
         """
+        if env_steps is not None and not is_count(env_steps):
+            raise GateError(f"futility: env_steps: expected a whole number >= 0, or None, got {env_steps!r} - count all its steps")
         group = self._groups.get(group_key)
         one = None if group is None else group.members.pop(member, None)
         if group is None:
@@ -400,12 +407,13 @@ class FutilityKeeper:
         return shown
 
     def state_dict(self) -> dict[str, Any]:
-        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
+        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole, and audited ones count as lost."""
+        running = sum(one.runs_on for group in self._groups.values() for one in group.members.values())
         return {
             "rule": self.rule.name,
             "is_stopping": self._is_stopping,
             "outcomes": [*self._outcomes],
-            "counts": dict(self._counts),
+            "counts": {**self._counts, "lost": self._counts["lost"] + running},
             "reasons": dict(self._reasons),
             "remaining": [self._remaining.n, self._remaining.mean, self._remaining.squares],
         }
@@ -418,15 +426,15 @@ class FutilityKeeper:
         if state["rule"] != own["rule"]:
             _refuse(f"expected that of {own['rule']}, got that of {state['rule']}")
         counts, remaining, outcomes = state["counts"], state["remaining"], state["outcomes"]
-        if not isinstance(counts, Mapping) or set(counts) != set(own["counts"]) or not all(map(_is_count, counts.values())):
+        if not isinstance(counts, Mapping) or set(counts) != set(own["counts"]) or not all(map(is_count, counts.values())):
             _refuse(f"expected counts of {sorted(own['counts'])}, got {counts!r}")
-        if not isinstance(state["reasons"], Mapping) or not all(map(_is_count, state["reasons"].values())):
+        if not isinstance(state["reasons"], Mapping) or not all(map(is_count, state["reasons"].values())):
             _refuse(f"expected counts of reasons, got {state['reasons']!r}")
         if not isinstance(state["is_stopping"], bool):
             _refuse(f"expected is_stopping as true or false, got {state['is_stopping']!r}")
         if not isinstance(outcomes, list) or not all(isinstance(outcome, bool) for outcome in outcomes):
             _refuse(f"expected outcomes as true and false, got {outcomes!r}")
-        if not isinstance(remaining, list) or len(remaining) != 3 or not _is_count(remaining[0]) or not all(map(_is_number, remaining)):
+        if not are_moments(remaining):
             _refuse(f"expected number, mean and squares of remaining steps, got {remaining!r}")
         self._groups.clear()
         self._is_stopping = state["is_stopping"]
@@ -462,28 +470,13 @@ class FutilityKeeper:
         )
 
 
-def _check_hashable(value: Any, what: str) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise GateError(f"expected {what} that is hashable, got {type(value).__name__} - give its text, or a digest") from None
-
-
 def _finite(progress: Any) -> float:
-    if not _is_number(progress):
+    if not is_finite_number(progress):
         raise GateError(
             f"expected the environment's progress with every step, which progress_steps needs, got {progress!r} - choose an environment "
             "that says it, or leave progress_steps out"
         )
     return float(progress)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from sluice.errors import GateError
 from sluice.gate.audit import Precision
-from sluice.gate.decision import SOURCE, Gate, differ, read_reward, read_rewards
+from sluice.gate.decision import SOURCE, Gate, check_task_type, differ, read_reward, read_rewards
 from sluice.gate.divergence import PrefixSignals
 from sluice.gate.self_audit import SelfAudit
 from sluice.types import Verdict
@@ -98,6 +98,7 @@ class GateKeeper:
         """A group begins. It is watched until it is decided on and, if it tells, until it has ended."""
         if group_key in self._groups:
             raise GateError(f"gate: expected a group that is not watched yet, got {group_key!r} again - tell group_ended first")
+        check_task_type(task_type)
         self._groups[group_key] = _Group(
             task_type=task_type,
             is_audited=self._audit.is_audited(group_key),
@@ -107,6 +108,7 @@ class GateKeeper:
 
     def task_type_known(self, group_key: Hashable, task_type: str | None) -> None:
         """The environment said what kind of problem a group has."""
+        check_task_type(task_type)
         if (group := self._groups.get(group_key)) is not None:
             group.task_type = task_type
 
@@ -115,25 +117,24 @@ class GateKeeper:
         group = self._groups.get(group_key)
         if group is None:
             return
-        one = group.members.get(member)
-        if one is None:
-            one = group.members[member] = _Member()
+        one = group.members.get(member) or _Member()
         if env_step != one.steps + 1 or one.has_ended:
             raise GateError(
                 f"gate: expected {'no further step' if one.has_ended else f'step {one.steps + 1}'} of member {member!r} of group "
                 f"{group_key!r}, got step {env_step!r} - tell every step once and in order, and the end of a lost member before its "
                 "replacement begins"
             )
-        one.steps = env_step
         if group.prefixes is None:
             group.steps_after += 1
         elif env_step <= self.gate.k:
-            if self.has_observations:
-                group.prefixes.add(member, action, observation)
-            else:
-                group.prefixes.add(member, action)
+            try:
+                group.prefixes.add(member, action, *((observation,) if self.has_observations else ()))
+            except GateError as error:
+                raise GateError(f"gate: group {group_key!r}, step {env_step}: {error}") from None
             if env_step == self.gate.k:
                 group.comparable[member] = None
+        one.steps = env_step
+        group.members[member] = one
 
     def member_ended(
         self, group_key: Hashable, member: Hashable, reward: Any = None, comparable: bool = True, *, is_replaced: bool = True
@@ -242,8 +243,8 @@ class GateKeeper:
         return self._audit.metrics(tokens_per_env_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
-        return self._audit.state_dict()
+        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole, and audited ones count as lost."""
+        return self._audit.state_dict(untold=sum(group.prefixes is None for group in self._groups.values()))
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another gate."""

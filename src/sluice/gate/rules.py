@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
 from sluice.errors import ConfigError, GateError
 from sluice.gate.divergence import SIGNALS
+from sluice.gate.values import is_finite_number, short
 from sluice.types import EMPTY
 
 PUBLISHED_THRESHOLD: Final = 0.12
@@ -116,6 +118,12 @@ class ByTaskType(Rule):
     default: Rule | None = None  # for the types not named, and where the type is not known; None: those are never cut
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise ConfigError(f"rules: expected a mapping from task type to rule, got {self.rules!r} - write {{TYPE: SingleAxis()}}")
+        for name, rule in self.rules.items():
+            check_rule(rule, f"rules.{name}")
+        if self.default is not None:
+            check_rule(self.default, "default")
         if not self.rules:
             raise ConfigError("rules: expected a rule for at least one task type, got none - give one, or use single_axis for all types")
 
@@ -148,10 +156,44 @@ def margin_of(rule: Rule, signals: Mapping[str, float], task_type: str | None) -
         missing = sorted(rule.reads - signals.keys())
         advice = "give observations" if missing == ["obs_unique_ratio"] else f"expected some of {', '.join(SIGNALS)}"
         raise GateError(f"gate: the rule reads {', '.join(missing)}, and the signals hold only {', '.join(sorted(signals))} - {advice}")
-    margin: Any = rule.margin(signals, task_type)  # of user code, perhaps
+    try:
+        margin: Any = rule.margin(MappingProxyType(signals), task_type)  # of user code, perhaps
+    except Exception as error:
+        raise GateError(f"gate: the rule {rule!r} raised {type(error).__name__}: {error} for {dict(signals)} - correct the rule") from error
     if isinstance(margin, bool) or not isinstance(margin, Real) or not float(margin) >= 0:  # NaN is caught too
         raise GateError(f"gate: expected a margin >= 0 of the rule {rule!r}, got {margin!r} for {dict(signals)} - correct the rule")
     return float(margin)
+
+
+def limits_of(rule: Rule, task_type: str | None) -> dict[str, float]:
+    """The limits of a rule, checked. Raises `GateError` for what are no named numbers."""
+    limits: Any = rule.limits(task_type)
+    if not isinstance(limits, Mapping) or not all(is_finite_number(limit) for limit in limits.values()):
+        raise GateError(f"gate: limits: expected a mapping from name to number, got {limits!r} of the rule {rule!r} - correct the rule")
+    return {str(name): float(limit) for name, limit in limits.items()}
+
+
+def check_rule(rule: Any, where: str) -> None:
+    """Refuse what is no rule, and a rule that no group could be judged by. Raises `ConfigError` with the path of the key."""
+    if isinstance(rule, type) or not all(callable(getattr(rule, name, None)) for name in ("margin", "limits")):
+        raise ConfigError(
+            f"{where}: expected an object with reads, margin and limits, got {short(rule)} - subclass sluice.gate.Rule, or make a rule "
+            "of a configuration with build_rule"
+        )
+    try:
+        reads: Any = rule.reads
+    except Exception as error:
+        raise ConfigError(
+            f"{where}.reads: expected a set of signals, got {type(error).__name__}: {error} of {short(rule)} - correct the rule"
+        ) from error
+    if not isinstance(reads, Set):
+        advice = "make it a @property" if callable(reads) else "write frozenset({NAME})"
+        raise ConfigError(f"{where}.reads: expected a set of signals, got {short(reads)} of {short(rule)} - {advice}")
+    if unknown := sorted(map(str, reads - frozenset(SIGNALS))):
+        raise ConfigError(
+            f"{where}.reads: expected some of {', '.join(SIGNALS)}, got {', '.join(unknown)} of {short(rule)} - "
+            f"{_nearest(unknown[0], SIGNALS)}"
+        )
 
 
 def build_rule(config: Any, where: str = "gate.rule") -> Rule:
@@ -165,6 +207,7 @@ def build_rule(config: Any, where: str = "gate.rule") -> Rule:
         config = {"type": "single_axis", "threshold": config}
     if not isinstance(config, Mapping):
         if hasattr(config, "margin") and not isinstance(config, type):
+            check_rule(config, where)
             rule: Rule = config
             return rule
         raise ConfigError(f"{where}: expected a mapping with the key type, got {config!r} - write {{type: single_axis, threshold: 0.12}}")
@@ -223,6 +266,7 @@ def _custom(path: str, arguments: Mapping[str, Any], where: str) -> Rule:
         raise ConfigError(
             f"{where}: building {path} with {dict(arguments)} raised {type(error).__name__}: {error} - correct its arguments"
         ) from error
+    check_rule(built, where)
     own: Rule = built
     return own
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NoReturn
 from sluice.errors import ConfigError, GateError
 from sluice.gate.audit import AuditLog, Moments, Precision, drawn, lower_bound_clears
 from sluice.gate.rules import check_share
+from sluice.gate.values import is_finite_number
 
 Ruling = Literal["cut", "kept", "audited", "shadow", "switched_off"]
 """What becomes of a group: it is cut, or it runs on because nothing speaks against it, or though the rule would have cut it."""
@@ -159,15 +160,16 @@ class SelfAudit:
             shown |= {f"gate/tokens_saved_{name}": value * tokens_per_env_step for name, value in saved.items()}
         return shown
 
-    def state_dict(self) -> dict[str, Any]:
-        """What it learnt and counted, as plain data."""
+    def state_dict(self, *, judged: int = 0, untold: int = 0) -> dict[str, Any]:
+        """What it learnt and counted, as plain data. judged, untold: groups that run, counted as if they had left without telling."""
+        counts = {**self.counts, "judged": self.counts["judged"] + judged, "untold": self.counts["untold"] + untold}
         return {
             "gate": self._name,
             "records": [[margin, is_right] for margin, is_right in self._log.records],
             "is_open": self._is_open,
             "scale": self._scale,
             "has_warned": self._has_warned,
-            "counts": dict(self.counts),
+            "counts": counts,
             "remaining": [self._remaining.n, self._remaining.mean, self._remaining.squares],
         }
 
@@ -181,14 +183,15 @@ class SelfAudit:
         counts, remaining = state["counts"], state["remaining"]
         if not isinstance(counts, Mapping) or set(counts) != set(own["counts"]) or not all(map(is_count, counts.values())):
             _refuse(f"expected counts of {sorted(own['counts'])}, got {counts!r}")
-        if not all(isinstance(state[name], bool) for name in ("is_open", "has_warned")) or not is_number(state["scale"]):
+        is_scale = is_number(state["scale"]) and 0 < state["scale"] <= max(1.0, self.most_scale)
+        if not all(isinstance(state[name], bool) for name in ("is_open", "has_warned")) or not is_scale:
             _refuse(f"expected is_open, has_warned and scale, got {state['is_open']!r}, {state['has_warned']!r}, {state['scale']!r}")
-        if not isinstance(remaining, list) or len(remaining) != 3 or not is_count(remaining[0]) or not all(map(is_number, remaining)):
+        if not are_moments(remaining):
             _refuse(f"expected number, mean and squares of remaining steps, got {remaining!r}")
         records: list[tuple[float, bool]] = []
         for entry in state["records"] if isinstance(state["records"], list) else [state["records"]]:
             match entry:
-                case [margin, bool(is_right)] if is_number(margin):
+                case [margin, bool(is_right)] if is_number(margin) and margin >= 0:
                     records.append((margin, is_right))
                 case _:
                     _refuse(f"expected records as [margin, is_right], got {entry!r}")
@@ -205,6 +208,8 @@ class SelfAudit:
         ):
             if not is_count(number) or number < least:
                 raise ConfigError(f"gate.{name}: expected a whole number >= {least}, got {number!r} - {why}")
+        if not isinstance(self.shadow, bool):
+            raise ConfigError(f"gate.shadow: expected True or False, got {self.shadow!r} - True cuts nothing and records everything")
         try:
             check_share("audit_rate", self.audit_rate, "it is the chance that a group is audited")
             for name, share in (("hold_precision", self.hold_precision), ("confidence", self.confidence)):
@@ -237,7 +242,12 @@ def is_count(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and is_finite_number(value)
+
+
+def are_moments(value: object) -> bool:
+    """Whether it is what a state says of remaining steps: number, mean and squares."""
+    return isinstance(value, list) and len(value) == 3 and is_count(value[0]) and all(is_number(one) and one >= 0 for one in value)
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -21,7 +21,7 @@ from sluice.gate.decision import SOURCE, differ, read_rewards
 from sluice.gate.exact import IDENTICAL, ExactStop
 from sluice.gate.learned import LearnedRule, threshold
 from sluice.gate.self_audit import SelfAudit
-from sluice.gate.traces import GroupTrace, Look, Step
+from sluice.gate.traces import GroupTrace, Look, Step, check_horizon
 from sluice.types import Verdict
 
 PREDICTED: Final = "predicted_equal"
@@ -73,6 +73,10 @@ class SequentialKeeper:
         self.exact: Final = exact
         self.group_size: Final = group_size
         self.horizon: Final = horizon
+        try:
+            check_horizon(horizon)
+        except ConfigError as error:
+            raise ConfigError(f"gate.{error}") from None
         if rule is not None:
             rule.check(group_size, horizon)
         self.threshold: Final = math.inf if rule is None else threshold(rule.group_calibration, floor)
@@ -229,8 +233,9 @@ class SequentialKeeper:
         return self._audit.metrics(tokens_per_env_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it learnt and counted, as plain data. Running groups are not in it: they restart whole."""
-        return self._audit.state_dict()
+        """As that of `GateKeeper`."""
+        seen = [group for group in self._groups.values() if group.evidence is not None]
+        return self._audit.state_dict(judged=sum(not group.is_decided for group in seen), untold=sum(group.tells for group in seen))
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another gate."""

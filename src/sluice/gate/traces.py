@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from sluice.errors import ConfigError, GateError
 from sluice.gate.decision import differ, read_reward
-from sluice.gate.divergence import SIGNALS, encoded_signals
+from sluice.gate.divergence import SIGNALS, encoded_signals, mixed_types
+from sluice.gate.values import check_value, is_finite_number, read_truth
 
 Floats = npt.NDArray[np.float64]
 
@@ -111,7 +112,7 @@ class MemberTrace:
         self._progress = 0.0
         self._progress_best = -math.inf
         if "reply" in inputs and first_observation is not None:
-            _check_hashable(first_observation, "an observation")
+            check_value(first_observation, "an observation")
             self._replies.add(first_observation)
             self._last = first_observation
 
@@ -119,11 +120,11 @@ class MemberTrace:
         """The next step. Answers with the features after it: `member_features`. Raises `GateError` for an input that is missing."""
         inputs = self._inputs
         self._steps += 1
-        _check_hashable(step.action, "an action")
+        check_value(step.action, "an action")
         row = self._note("repeat", step.action in self._taken)
         self._taken.add(step.action)
         if "reply" in inputs:
-            _check_hashable(step.reply, "a reply")
+            check_value(step.reply, "a reply")
             place = (self._last, step.action)
             tries = self._tried[place] = self._tried.get(place, 0) + 1
             self._loop_most = max(self._loop_most, tries)
@@ -133,10 +134,11 @@ class MemberTrace:
             self._since_new = 0 if is_new else self._since_new + 1
             row += [self._since_new, *self._note("new", is_new), *self._note("loop", tries > 1), self._loop_most]
         if "is_admissible" in inputs:
-            if not isinstance(step.is_admissible, bool):
-                raise _missing("is_admissible", step.is_admissible)
-            self._refused_row = 0 if step.is_admissible else self._refused_row + 1
-            row += [*self._note("refused", not step.is_admissible), self._refused_row]
+            is_admissible = read_truth(step.is_admissible, "is_admissible")
+            if is_admissible is None:
+                raise _missing("is_admissible", None)
+            self._refused_row = 0 if is_admissible else self._refused_row + 1
+            row += [*self._note("refused", not is_admissible), self._refused_row]
         if "progress" in inputs:
             self._progress = _finite("progress", step.progress)
             self._since_progress = 0 if self._progress > self._progress_best else self._since_progress + 1
@@ -196,6 +198,7 @@ class GroupTrace:
         self.inputs: Final = check_inputs(inputs)
         self._members: dict[Hashable, _Member] = {}
         self._actions: dict[Hashable, str] = {}
+        self._kind: Any = None  # the type of the actions
         self._histories: dict[tuple[Any, Hashable, Hashable], int] = {}  # (history before, action, reply) -> number
         self._events = count()
 
@@ -204,15 +207,19 @@ class GroupTrace:
     def add(self, member: Hashable, step: Step, first_observation: Hashable = None) -> None:
         """The next environment step of a member. `first_observation`: what the reset answered, with its first step."""
         one = self._members.get(member)
-        if one is None:
-            trace = MemberTrace(self.horizon, self.inputs, first_observation)
-            one = self._members[member] = _Member(trace=trace, first=first_observation)
-        if one.has_ended:
+        if one is not None and one.has_ended:
             raise GateError(f"member {member!r}: expected no step after its end, got {step.action!r} - forget it before it is replaced")
         try:
+            if one is None:
+                check_value(first_observation, "an observation")
+                trace = MemberTrace(self.horizon, self.inputs, first_observation)
+                one = self._members[member] = _Member(trace=trace, first=first_observation)
+            if self._kind not in (None, type(step.action)):
+                raise mixed_types({self._kind, type(step.action)})
             row = one.trace.add(step)
         except GateError as error:
             raise GateError(f"member {member!r}: {error}") from None
+        self._kind = type(step.action)
         code = self._actions.get(step.action)
         if code is None:
             code = self._actions[step.action] = chr(len(self._actions) + 1)
@@ -323,15 +330,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _check_hashable(value: Any, what: str) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise GateError(f"expected {what} that is hashable, got {type(value).__name__} - give its text, or a digest") from None
-
-
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise _missing(name, value)
     return float(value)
 
