@@ -60,7 +60,8 @@ class Trajectory:
         "_barrier", "_deadline", "_handle", "_is_expired", "_is_told", "_let_go", "_loop", "_runner", "_step_rewards", "_stepped", "_table",
         "_task", "_temperature", "_timer", "admissible_actions", "env_id", "env_seed", "env_steps", "environment_s", "failure",
         "finish_reason", "flags", "generating_s", "held_s", "is_final", "is_let_go", "judged_actions", "number", "progress", "purpose",
-        "reward", "sampled_tokens", "seed", "started_at", "success", "task_type", "total_s", "truncated_turns", "turns", "version", "waiting_s",
+        "reward", "sampled_tokens", "seed", "started_at", "success", "task_type", "total_s", "truncated_turns", "turns", "version",
+        "waiting_s",
     )  # fmt: skip
 
     def __init__(
