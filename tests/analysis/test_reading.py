@@ -178,6 +178,16 @@ def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
         read_recording([tmp_path])
     with pytest.raises(AnalysisError, match="expected a file that can be read, got: No such file"):
         read_recording([tmp_path / "gone.jsonl"])
+    with pytest.raises(AnalysisError, match="gone: expected a run folder or a file of recorded groups, got nothing of that name"):
+        read_recording([tmp_path / "gone"])
+
+
+@pytest.mark.parametrize("others", [(), ("metrics.jsonl",)])
+def test_a_run_that_recorded_nothing_is_told_so_whatever_else_lies_in_it(tmp_path: Path, others: tuple[str, ...]) -> None:
+    for name in ("run.db", *others):
+        (tmp_path / name).write_text('{"step": 1}\n')
+    with pytest.raises(AnalysisError, match=r"expected recorded rollouts in this run, got none - record them with 'sluice train --record'"):
+        read_recording([tmp_path])
 
 
 # ---------------------------------------------------------------- who is decided on

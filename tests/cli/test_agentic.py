@@ -284,9 +284,10 @@ TELL = "10% of them run on and tell"
             f"{AFTER.format(k=5)}: prefix_edit_distance_mean < 0.12; a cut group is left out, {TELL}, precision held above 0.9\n",
         ),
         (
-            {"futility": {"steps": 6, "invalid_actions": 3}},
+            {"futility": {"steps": 6, "loops": 4, "invalid_actions": 3, "progress_steps": 9}},
             "ok",
-            f"trajectories are stopped by steps 6, invalid_actions 3; {TELL}\n",
+            "trajectories are stopped after 6 steps without a new observation, or one action 4 times after one observation, "
+            f"or 3 actions in a row that are not admissible, or 9 steps without progress; {TELL}\n",
         ),
     ],
 )
@@ -294,6 +295,13 @@ def test_the_gate_is_told_in_words(gate: dict[str, Any], status: str, text: str)
     agentic_questions = AgenticQuestions(config_of(gate=gate))
     list(agentic_questions.environment())
     assert told(agentic_questions.gate()) == [(status, text)]
+
+
+def test_a_barrier_is_told() -> None:
+    gate = {"k": 5, "threshold": 0.2, "barrier": True}
+    ((status, text),) = told(AgenticQuestions(config_of(gate=gate, train_env_manager__num_env_groups=8)).gate())
+    assert status == "ok"
+    assert text.startswith(f"{AFTER.format(k=5)}, where members wait for it: prefix_edit_distance_mean < 0.2")
 
 
 def test_without_a_gate_nothing_is_said_of_it() -> None:

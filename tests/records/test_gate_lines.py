@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.records import Journal, RunFolder, read_status, read_summary, status_lines, summary_lines
-from sluice.records.gate_lines import gate_line, gate_lines, gate_of
+from sluice.records.gate_lines import TaskTypeTotal, gate_line, gate_lines, gate_of
 from sluice.records.rundb import SCHEDULER
 from sluice.scheduler.events import GroupRecord
 
@@ -78,7 +78,7 @@ def test_the_printout_of_a_run_with_a_gate_reads_as_intended(folder: RunFolder, 
         "  clean                              30.0%    75.0%     0.0%",
     ]
     assert "  cut                                   40   40.0%" in lines
-    assert any(line.split() == ["low_information/converged_prefix", "4", "40.0%"] for line in lines)
+    assert "    low_information/converged_prefix     4   40.0%" in lines
     assert all(len(line) <= 80 or str(folder.path) in line for line in lines)
 
 
@@ -98,6 +98,25 @@ def test_the_status_of_a_run_tells_its_gate_in_one_line(folder: RunFolder) -> No
         report = read_status(folder.run_db, now=2.0)
     assert report.gate == without_prefix(METRICS)
     assert "  gate            12 of 60 groups cut, precision 0.90 (0.68 to 0.99)" in status_lines(report)
+
+
+def test_the_status_of_a_run_that_has_ended_still_tells_its_gate(folder: RunFolder) -> None:
+    with Journal(folder.run_db) as journal:
+        journal.fact(SCHEDULER, {"time": 1.0, "step": 2, "gate": dict.fromkeys(METRICS, 0.0)})
+        journal.metrics(2, METRICS)
+        journal.close("finished")
+    lines = status_lines(read_status(folder.run_db, now=2.0))
+    assert lines[lines.index("At its end") + 1] == "  gate            12 of 60 groups cut, precision 0.90 (0.68 to 0.99)"
+
+
+def test_long_names_of_kinds_leave_the_columns_where_they_are() -> None:
+    kinds = tuple(
+        TaskTypeTotal(task_type=name, launched=10, cut=3, trained=5) for name in ("look", "pick_clean_then_place_in_recep", "x" * 60)
+    )
+    *_, look, clean, longest = gate_lines(without_prefix(METRICS), kinds)
+    assert (look[:6], clean[:32]) == ("  look", "  pick_clean_then_place_in_recep")
+    assert look[36:] == clean[36:] == " 33.3%    33.3%    33.3%"
+    assert longest == f"  {'x' * 60} 33.3%    33.3%    33.3%"
 
 
 def test_one_line_says_what_kind_of_gate_it_is() -> None:

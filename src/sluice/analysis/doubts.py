@@ -50,8 +50,8 @@ def doubts_of_point(point: Point | None, floor: float, confidence: float, chance
         )
     if point.saving < HARDLY:
         found.append(
-            f"the rule saves {_percent(point.saving)} of all environment steps; the best choice at K = {point.k} would save "
-            f"{_percent(best)} - it hardly pays here"
+            f"the rule saves {_percent(point.saving)} of all environment steps; who knew every outcome would save {_percent(best)} at "
+            f"K = {point.k} - it hardly pays here"
         )
     return found
 
@@ -101,8 +101,9 @@ def cuts_needed(precision: float, floor: float, confidence: float) -> int | None
 def _more(point: Point, floor: float, confidence: float) -> str:
     needed = cuts_needed(point.precision or 0.0, floor, confidence)
     if needed is None:
-        return "its precision is hardly above the floor: choose a stricter threshold"
-    return f"at this precision it takes about {needed} cuts, that is some {math.ceil(needed / point.cut * point.groups):,} groups"
+        word = "below" if (point.precision or 0.0) < floor else "no higher than"
+        return f"its precision is {word} the floor: no number of groups will do, choose a stricter threshold"
+    return f"at this precision it takes about {needed:,} cuts, that is some {math.ceil(needed / point.cut * point.groups):,} groups"
 
 
 def _spread(values: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sluice.analysis.collecting import GroupRows, LeftOut, collect
 from sluice.analysis.features import read_features
-from sluice.analysis.from_runs import read_run, run_parts
+from sluice.analysis.from_runs import RUN_DB, read_run, run_parts
 from sluice.analysis.from_tables import read_trajectories
 from sluice.analysis.recorded import Recorded
 from sluice.analysis.tables import FORMATS, Table, read_table
@@ -116,7 +116,11 @@ def _checked_ks(ks: Sequence[int], horizon: int) -> Sequence[int]:
 
 def _tables(path: Path) -> list[Table]:
     if not path.is_dir():
+        if not path.exists() and path.suffix.lower() not in FORMATS:
+            raise AnalysisError(f"{path}: expected a run folder or a file of recorded groups, got nothing of that name - check the path")
         return [read_table(path)]
+    if (path / RUN_DB).exists():
+        raise AnalysisError(f"{path}: expected recorded rollouts in this run, got none - record them with 'sluice train --record'")
     files = sorted(one for one in path.iterdir() if one.suffix.lower() in FORMATS)
     if not files:
         raise AnalysisError(

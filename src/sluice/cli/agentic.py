@@ -19,6 +19,12 @@ from sluice.environments import ENVIRONMENTS, EnvFault, EnvironmentHost, EnvRese
 from sluice.environments.base import Call
 
 _NO_FILTER: Final = "none, every whole group is kept"
+_SIGNS_OF_FUTILITY: Final = {
+    "steps": "{} steps without a new observation",
+    "loops": "one action {} times after one observation",
+    "invalid_actions": "{} actions in a row that are not admissible",
+    "progress_steps": "{} steps without progress",
+}
 _WHERE: Final = {"inline": "inline", "thread": "in a thread", "process": "in a process"}
 
 PATIENCE_S: Final = 120.0  # for a call without a limit of its own: a run may wait for ever, a doctor may not
@@ -85,7 +91,8 @@ class AgenticQuestions:
         audits = "" if gate.shadow else f", {gate.audit_rate:.0%} of them run on and tell"
         held = "" if gate.hold_precision is None else f", precision held above {gate.hold_precision:g}"
         of = "" if horizon is None else f" of at most {horizon}"
-        told = f"groups are looked at {at}{of}: {rule}; {then}{audits}{held}"
+        waits = ", where members wait for it" if gate.barrier else ""
+        told = f"groups are looked at {at}{of}{waits}: {rule}; {then}{audits}{held}"
         info = None if self._first is None else self._first.info
         if info is not None:
             says = {"is_admissible": info.admissible_commands, "progress": info.progress}
@@ -100,11 +107,14 @@ class AgenticQuestions:
         return ok("gate", told)
 
     def _futility(self, gate: GateConfig, futility: FutilityConfig) -> Iterator[Check]:
-        signs = futility.model_dump(include={"steps", "loops", "invalid_actions", "progress_steps"}, exclude_none=True)
         audits = "nobody is stopped (shadow)" if gate.shadow else f"{futility.audit_rate:.0%} of them run on and tell"
-        by = ", ".join(f"{name} {value}" for name, value in signs.items())
-        by = by if futility.model is None else f"the learned rule {futility.model.name}, floor {futility.floor:g}"
-        told = f"trajectories are stopped by {by}; {audits}"
+        signs = [words.format(value) for name, words in _SIGNS_OF_FUTILITY.items() if (value := getattr(futility, name)) is not None]
+        by = (
+            f"after {', or '.join(signs)}"
+            if futility.model is None
+            else f"by the learned rule {futility.model.name}, floor {futility.floor:g}"
+        )
+        told = f"trajectories are stopped {by}; {audits}"
         info = None if self._first is None else self._first.info
         if info is not None and info.progress is None and futility.progress_steps is not None:
             yield problem("gate", told, "progress_steps needs an environment that tells its progress, and this one does not: leave it out")

@@ -73,7 +73,10 @@ IdsPerFile = Annotated[bool, typer.Option("--ids-per-file", help="Groups of one 
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help=f"Where tables and plots are written. Default: `{FOLDER}` beside the recording.", show_default=False
+        "--out",
+        metavar="DIR",
+        help=f"Where tables and plots are written. Default: `{FOLDER}` beside the recording; of several: here.",
+        show_default=False,
     ),
 ]
 Format = Annotated[Literal["table", "json"], typer.Option("--format", help="What is printed.")]

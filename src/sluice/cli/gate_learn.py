@@ -55,8 +55,9 @@ def learn(
 def as_text(rule: LearnedRule, out: Path) -> str:
     """What was fitted, and what it would have done on groups that its models had not seen."""
     facts = rule.provenance
+    once = "" if rule.futility_floor is None else f" once members are stopped at the floor {rule.futility_floor:g}"
     lines = [
-        f"fitted on {facts['groups']} groups of {rule.group_size}, {facts['equal_groups']} of them with equal rewards",
+        f"fitted on {facts['groups']} groups of {rule.group_size}, {facts['equal_groups']} of them with equal rewards{once}",
         f"horizon {rule.horizon}, inputs {', '.join(rule.inputs)}",
         "",
         "on groups that its models had not seen:",

@@ -174,7 +174,7 @@ def _arms(report: GateReport) -> Table:
         savings = [arm.safe_saving, arm.raw_saving, *((arm.safe_step_saving, arm.raw_step_saving) if has_steps else ())]
         table.add_row(
             arm.name,
-            *(f"{count:.4g}" for count in (arm.cut, arm.true_cuts, arm.false_cuts)),
+            *(f"{count:.1f}".removesuffix(".0") for count in (arm.cut, arm.true_cuts, arm.false_cuts)),
             _number(arm.precision),
             _number(arm.recall),
             *map(_percent, savings),

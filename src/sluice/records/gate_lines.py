@@ -24,9 +24,7 @@ class TaskTypeTotal:
 
 def read_gate(db: sqlite3.Connection) -> tuple[Mapping[str, float], tuple[TaskTypeTotal, ...]]:
     """The newest `gate/...` metrics of a run, without that prefix, and its groups by kind of problem. Both are empty without a gate."""
-    rows = db.execute("SELECT name, value, max(rowid) FROM metrics WHERE name LIKE 'gate/%' AND value IS NOT NULL GROUP BY name")
-    metrics = {name.removeprefix("gate/"): value for name, value, _ in rows}
-    if not metrics:
+    if not (metrics := newest_gate(db)):
         return {}, ()
     types = db.execute(
         "SELECT task_type, count(*), total(outcome = 'cut'), total(outcome = 'trained') FROM groups GROUP BY 1 ORDER BY 2 DESC, 1"
@@ -34,6 +32,12 @@ def read_gate(db: sqlite3.Connection) -> tuple[Mapping[str, float], tuple[TaskTy
     return metrics, tuple(
         TaskTypeTotal(task_type=name, launched=launched, cut=int(cut), trained=int(trained)) for name, launched, cut, trained in types
     )
+
+
+def newest_gate(db: sqlite3.Connection) -> Mapping[str, float]:
+    """The newest `gate/...` metrics of a run, without that prefix; empty without a gate."""
+    rows = db.execute("SELECT name, value, max(rowid) FROM metrics WHERE name LIKE 'gate/%' AND value IS NOT NULL GROUP BY name")
+    return {name.removeprefix("gate/"): value for name, value, _ in rows}
 
 
 def gate_of(told: Any) -> Mapping[str, float] | None:
@@ -118,7 +122,8 @@ def _type_lines(task_types: tuple[TaskTypeTotal, ...]) -> list[str]:
     lines = [f"{'Kinds of problems':<{LABEL}} {'launched':>{NUMBER}} {'cut':>8} {'trained':>8}"]
     for total in task_types:
         shares = [f"{count / whole:.1%}" if whole else "-" for count, whole in zip(_counts(total), (launched, cut, trained), strict=True)]
-        lines.append(f"  {total.task_type or 'not known':<{LABEL - 2}} {shares[0]:>{NUMBER}} {shares[1]:>8} {shares[2]:>8}")
+        label = f"  {total.task_type or 'not known'}"
+        lines.append(f"{in_columns(label, shares[0])} {shares[1]:>8} {shares[2]:>8}")
     return lines
 
 
@@ -131,4 +136,9 @@ def _share(count: float, whole: float) -> str:
 
 
 def _row(label: str, number: str, note: str = "") -> str:
-    return f"{label:<{LABEL}} {number:>{NUMBER}}  {note}".rstrip()
+    return f"{in_columns(label, number)}  {note}".rstrip()
+
+
+def in_columns(label: str, number: str) -> str:
+    """The first two columns of a table of the printout. A long label takes room from the number: the columns stay where they are."""
+    return f"{label:<{LABEL}} {number:>{max(0, NUMBER - max(0, len(label) - LABEL))}}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sluice.records.checkpoints import complete_steps
-from sluice.records.gate_lines import gate_line, gate_of
+from sluice.records.gate_lines import gate_line, gate_of, newest_gate
 from sluice.records.run_folder import RunFolder
 from sluice.records.rundb import SCHEDULER, facts_in, open_for_reading
 from sluice.records.summary import MAX_STEPS, clock_time, count_row, seconds_until
@@ -107,6 +107,7 @@ def read_status(run_db: Path, now: float) -> RunStatusReport:
             "WHERE category IS NOT NULL OR outcome = 'expired' GROUP BY 1, 2 ORDER BY n DESC, 1, 2"
         ).fetchall()
         accepted = db.execute("SELECT value FROM metrics WHERE name = 'scheduler/acceptance_rate' ORDER BY rowid DESC LIMIT 1").fetchone()
+        gate = newest_gate(db) if facts["status"] != "running" else {}  # while it runs the snapshot has it
         troubles = db.execute(
             f"SELECT time, step, level, message FROM events WHERE level != 'info' ORDER BY rowid DESC LIMIT {_LAST_EVENTS}"
         ).fetchall()
@@ -145,7 +146,7 @@ def read_status(run_db: Path, now: float) -> RunStatusReport:
         waiting_s=_aged(snapshot.get("waiting_since_s"), aged_s),
         oldest_group=_oldest(snapshot.get("oldest_group"), aged_s),
         quarantined=_count(snapshot.get("quarantined")),
-        gate=gate_of(snapshot.get("gate")),
+        gate=gate_of(snapshot.get("gate")) if snapshot else gate or None,
     )
 
 
@@ -212,6 +213,8 @@ def _headline(r: RunStatusReport) -> list[str]:
 
 def _doing(r: RunStatusReport) -> list[str]:
     rows = [] if r.snapshot_age_s is None else _snapshot_rows(r)
+    if r.gate is not None:
+        rows.append(("gate", gate_line(r.gate)))
     if r.acceptance_rate is not None:
         rows.append(("accepted", f"{r.acceptance_rate:.0%} of the judged groups"))
     title = {"running": "Now", "killed": "At the time of its death"}.get(r.state, "At its end")
@@ -240,8 +243,6 @@ def _snapshot_rows(r: RunStatusReport) -> list[tuple[str, str]]:
         rows.append(("oldest group", f"{clock_time(oldest.age_s)} old: group {oldest.group_id} of task {_plain(oldest.task_id)}"))
     if r.policy_version is not None:
         rows.append(("policy version", str(r.policy_version)))
-    if r.gate is not None:
-        rows.append(("gate", gate_line(r.gate)))
     if r.quarantined:
         rows.append(("quarantined", _counted(r.quarantined, "prompt")))
     return rows

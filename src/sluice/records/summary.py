@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice.execution.validation import ValidationResult
-from sluice.records.gate_lines import TaskTypeTotal, gate_lines, read_gate
+from sluice.records.gate_lines import LABEL, TaskTypeTotal, gate_lines, in_columns, read_gate
 from sluice.records.rundb import SECONDS_AWAY, facts_in, open_for_reading
 from sluice.types import EMPTY, Category
 
@@ -188,9 +188,6 @@ def over_all(results: Iterable[ValidationResult]) -> ValidationResult:
 
 # ---------------------------------------------------------------- the final printout
 
-_LABEL = 30  # columns of the first column
-_NUMBER = 11  # columns of a count
-
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """The final printout of a run: plain ASCII lines without a newline, at most 80 columns but for long paths and names."""
@@ -228,13 +225,13 @@ def _validation_lines(s: RunSummary) -> list[str]:
         before["mean"] = over_all(s.before.results.values())
         if s.after is not None:
             after["mean"] = over_all(s.after.results.values())
-    lines = [f"{'Held-out reward':<{_LABEL}}  before   after  change   items"]
+    lines = [f"{'Held-out reward':<{LABEL}}  before   after  change   items"]
     for domain, first in before.items():
         latest = after.get(domain)
         change = f"{latest.mean - first.mean:+.3f}" if latest and latest.mean is not None and first.mean is not None else "-"
         unscored = max(r.items - r.scored for r in (first, latest) if r is not None)
         note = f"  ({unscored:,} not scored)" if unscored else ""
-        lines.append(f"  {domain:<{_LABEL - 2}} {_mean(first):>7} {_mean(latest):>7} {change:>7} {first.items:>7,}{note}")
+        lines.append(f"  {domain:<{LABEL - 2}} {_mean(first):>7} {_mean(latest):>7} {change:>7} {first.items:>7,}{note}")
     return lines
 
 
@@ -277,7 +274,7 @@ def _result_lines(s: RunSummary) -> list[str]:
 def count_row(label: str, count: int, whole: int | None = None, note: str = "") -> str:
     """A line of a printout: what, how many, and which share of the whole."""
     share = f"{count / whole:8.1%}" if whole else ""
-    return f"{label:<{_LABEL}} {count:>{_NUMBER},}{share}  {note}".rstrip()
+    return f"{in_columns(label, f'{count:,}')}{share}  {note}".rstrip()
 
 
 def _name(total: GroupTotal) -> str:
