@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -86,7 +87,22 @@ def test_the_same_groups_and_seed_give_the_same_rule_and_it_is_saved_whole(tmp_p
         ({"inputs": ["sight"]}, "inputs: expected some of"),
         ({"member_model": {}}, "trees as they were saved"),
         ({"group_calibration": {}}, "calibration as it was saved"),
-        ({"horizon": None}, "a whole rule"),
+        ({"horizon": None}, "a whole rule.*horizon: expected a whole number >= 2, got None"),
+        ({"horizon": 8.7}, "horizon: expected a whole number >= 2, got 8.7"),
+        ({"horizon": math.inf}, "horizon: expected a whole number >= 2, got inf"),
+        ({"group_size": 1}, "group_size: expected a whole number >= 2, got 1"),
+        ({"group_size": True}, "group_size: expected a whole number >= 2, got True"),
+        ({"steps": []}, "steps: expected ascending steps from 1 to 11, got "),
+        ({"steps": {}}, "steps: expected ascending steps"),
+        ({"steps": [0, 4]}, "steps: expected ascending steps"),
+        ({"steps": [4, 4]}, "steps: expected ascending steps"),
+        ({"steps": [5, 4]}, "steps: expected ascending steps"),
+        ({"steps": [HORIZON]}, "steps: expected ascending steps"),
+        ({"steps": [4.5]}, "steps: expected ascending steps"),
+        ({"futility_floor": -1}, "futility_floor: expected a number > 0 and < 1, or null, got -1"),
+        ({"futility_floor": math.nan}, "futility_floor: expected a number > 0 and < 1, or null, got nan"),
+        ({"provenance": {"x": math.nan}}, "a whole rule"),
+        ({"provenance": []}, "a whole rule"),
     ],
 )
 def test_a_torn_file_is_refused(tmp_path, change, message) -> None:
@@ -106,6 +122,31 @@ def test_what_is_no_file_is_refused(tmp_path) -> None:
     (tmp_path / "list").write_text("[]")
     with pytest.raises(ConfigError, match="of schema 1"):
         LearnedRule.load(tmp_path / "list")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="expected JSON"):
+        LearnedRule.load(tmp_path / "deep")
+    with pytest.raises(ConfigError, match=r"gate\.model: expected a file, got .*: Is a directory"):
+        LearnedRule.load(tmp_path)
+
+
+def test_thresholds_of_trees_are_numbers(tmp_path) -> None:
+    data = fitted().as_data()
+    data["group_model"]["thresholds"][0][0] = math.nan
+    path = tmp_path / "rule.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="trees as they were saved"):
+        LearnedRule.load(path)
+
+
+def test_an_error_names_the_key_of_the_file_that_it_is_about(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"^gate\.futility\.model: expected a file"):
+        LearnedRule.load(tmp_path / "none.json", key="gate.futility.model")
+    with pytest.raises(ConfigError, match=r"^gate\.futility\.model: expected groups as those it was fitted on, with horizon"):
+        LearnedFutility(fitted(), floor=0.8, horizon=HORIZON + 1)
+    with pytest.raises(ConfigError, match=r"^gate\.futility\.floor: expected more than 0"):
+        LearnedFutility(fitted(), floor=0.9999)
+    with pytest.raises(ConfigError, match=r"^gate\.futility\.floor: expected a number"):
+        LearnedFutility(fitted(), floor=2)
 
 
 def test_groups_that_cannot_teach_it_are_refused() -> None:

@@ -92,7 +92,13 @@ class Trees:
             n, depth = trees.features.shape
             is_whole = trees.thresholds.shape == (n, depth) and trees.answers.shape == (n, 2**depth)
             is_known = bool(n) and trees.features.min() >= 0 and trees.features.max() < trees.columns
-            if not is_whole or not is_known or not np.isfinite(trees.answers).all() or not math.isfinite(trees.base):
+            if (
+                not is_whole
+                or not is_known
+                or not np.isfinite(trees.answers).all()
+                or not np.isfinite(trees.thresholds).all()
+                or not math.isfinite(trees.base)
+            ):
                 raise ValueError(f"shapes {trees.features.shape}, {trees.thresholds.shape}, {trees.answers.shape}")
         except (KeyError, TypeError, ValueError) as error:
             raise GateError(f"expected trees as they were saved, got what cannot be read ({error}) - fit and save them again") from error

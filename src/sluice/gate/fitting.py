@@ -80,7 +80,7 @@ def fit_learned(
     all_steps = sum(group.env_steps for group in groups)
     outcomes = _outcomes_of_stops(of_members, table, 1.0 - chances, all_steps)
     if futility_floor is not None:
-        groups = _stopped(groups, table, 1.0 - chances, threshold(of_members, futility_floor))
+        groups = _stopped(groups, table, 1.0 - chances, threshold(of_members, futility_floor, "futility_floor"))
         _check(groups, horizon, wanted, folds)
 
     rows, group_of, at = _looks(groups, horizon, given, wanted, table, chances)

@@ -28,6 +28,7 @@ from sluice.gate.boosting import Trees
 from sluice.gate.calibration import Calibration
 from sluice.gate.rules import check_share
 from sluice.gate.traces import Look, MemberTrace, Step, check_inputs, group_features, member_features
+from sluice.gate.values import is_finite_number
 from sluice.types import EMPTY
 
 Floats = npt.NDArray[np.float64]
@@ -78,12 +79,12 @@ class LearnedRule:
         calibration = self.member_calibration
         return Score(score=score, chance=calibration.chance(score), bound=calibration.bound(score))
 
-    def check(self, group_size: int | None, horizon: int) -> None:
-        """Refuse groups that it was not fitted for. Raises `ConfigError`."""
+    def check(self, group_size: int | None, horizon: int, key: str = "gate.model") -> None:
+        """Refuse groups that it was not fitted for. key: of the setting that chose it. Raises `ConfigError`."""
         for name, own, given in (("group_size", self.group_size, group_size), ("horizon", self.horizon, horizon)):
             if given is not None and own != given:
                 raise ConfigError(
-                    f"gate.model: expected groups as those it was fitted on, with {name} {own}, got {given} - fit it on recordings of such "
+                    f"{key}: expected groups as those it was fitted on, with {name} {own}, got {given} - fit it on recordings of such "
                     "groups"
                 )
 
@@ -119,24 +120,26 @@ class LearnedRule:
         return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
-    def load(cls, path: Path | str) -> LearnedRule:
-        """Read it back. Raises `ConfigError` for a file that is none, is torn, or is of another version or other features."""
+    def load(cls, path: Path | str, key: str = "gate.model") -> LearnedRule:
+        """Read it back. key: of the setting that names the file.
+
+        Raises `ConfigError` for a file that is none, is torn, or is of another version or other features.
+        """
         path = Path(path)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"gate.model: expected a file, got {path}: {error.strerror or error} - check the path") from None
-        except ValueError as error:
-            raise ConfigError(f"gate.model: expected JSON in {path}, got {error} - fit and save the rule again") from None
+            raise ConfigError(f"{key}: expected a file, got {path}: {error.strerror or error} - check the path") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{key}: expected JSON in {path}, got {error} - fit and save the rule again") from None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise ConfigError(
-                f"gate.model: expected a rule of schema {SCHEMA} in {path}, got {found!r} - fit it with this version of Sluice"
-            )
+            raise ConfigError(f"{key}: expected a rule of schema {SCHEMA} in {path}, got {found!r} - fit it with this version of Sluice")
         try:
             rule = _read(cls, data)
+            rule.fingerprint  # noqa: B018 - it is plain data, or cannot be saved again
         except (KeyError, TypeError, ValueError) as error:  # our own errors are ValueErrors too
-            raise ConfigError(f"gate.model: expected a whole rule in {path}, got: {error} - fit and save it again") from None
+            raise ConfigError(f"{key}: expected a whole rule in {path}, got: {error} - fit and save it again") from None
         return rule
 
 
@@ -149,10 +152,10 @@ class LearnedFutility:
     reason: Final = "predicted_futile"
 
     def __init__(self, rule: LearnedRule, *, floor: float = 0.95, horizon: int | None = None) -> None:
-        rule.check(None, rule.horizon if horizon is None else horizon)
+        rule.check(None, rule.horizon if horizon is None else horizon, "gate.futility.model")
         self.rule: Final = rule
         self.floor: Final = floor
-        self.threshold: Final = threshold(rule.member_calibration, floor)
+        self.threshold: Final = threshold(rule.member_calibration, floor, "gate.futility.floor")
 
     @property
     def name(self) -> str:
@@ -187,13 +190,13 @@ class _Watch:
         return futility.reason if score >= futility.threshold else None
 
 
-def threshold(calibration: Calibration, floor: float) -> float:
-    """The score from which on a floor is cleared. Raises `ConfigError` where none does."""
-    check_share("floor", floor, "it is the least share of decisions that are right")
+def threshold(calibration: Calibration, floor: float, key: str = "gate.floor") -> float:
+    """The score from which on a floor is cleared. key: of the setting. Raises `ConfigError` where none does."""
+    check_share(key, floor, "it is the least share of decisions that are right")
     found = calibration.threshold(floor)
     if math.isinf(found) or not floor:
         raise ConfigError(
-            f"gate.floor: expected more than 0 and at most {calibration.most:.3f}, the highest lower bound of this rule, got {floor} - "
+            f"{key}: expected more than 0 and at most {calibration.most:.3f}, the highest lower bound of this rule, got {floor} - "
             "lower the floor, or fit on more recorded groups"
         )
     return found
@@ -203,6 +206,12 @@ def of_chances(chances: Floats) -> Floats:
     """[5] `OF_CHANCES` of the chances of at least one member [R]."""
     none, every = math.fsum(np.log1p(-chances).tolist()), math.fsum(np.log(chances).tolist())
     return np.array([none, every, chances.min(), math.fsum(chances.tolist()) / len(chances), chances.max()])
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int or value < 2:
+        raise ValueError(f"{name}: expected a whole number >= 2, got {value!r}")
+    return value
 
 
 def _read(cls: type[LearnedRule], data: Mapping[str, Any]) -> LearnedRule:
@@ -215,14 +224,20 @@ def _read(cls: type[LearnedRule], data: Mapping[str, Any]) -> LearnedRule:
     for model, names in zip((of_member, of_group), expected.values(), strict=True):
         if model.columns != len(names):
             raise ValueError(f"trees over {model.columns} features instead of {len(names)}")
-    floor = data["futility_floor"]
+    horizon, group_size = (_whole(name, data[name]) for name in ("horizon", "group_size"))
+    steps, floor = data["steps"], data["futility_floor"]
+    are_steps = isinstance(steps, list) and all(type(step) is int for step in steps)
+    if not are_steps or not steps or steps != sorted({*steps}) or steps[0] < 1 or steps[-1] >= horizon:
+        raise ValueError(f"steps: expected ascending steps from 1 to {horizon - 1}, got {steps!r}")
+    if floor is not None and (not is_finite_number(floor) or not 0 < floor < 1):
+        raise ValueError(f"futility_floor: expected a number > 0 and < 1, or null, got {floor!r}")
     return cls(
         inputs=inputs,
-        horizon=int(data["horizon"]),
-        group_size=int(data["group_size"]),
-        steps=tuple(int(step) for step in data["steps"]),
+        horizon=horizon,
+        group_size=group_size,
+        steps=tuple(steps),
         futility_floor=None if floor is None else float(floor),
-        provenance=dict(data["provenance"]),
+        provenance={**data["provenance"]},
         member_model=of_member,
         group_model=of_group,
         member_calibration=Calibration.from_data(data["member_calibration"]),

@@ -67,7 +67,7 @@ def _members(config: AgenticConfig, gate: GateConfig, futility: FutilityConfig, 
     rule: MemberRule
     if futility.model is not None:
         horizon = _known(horizon, "gate.futility.model")
-        rule = LearnedFutility(LearnedRule.load(futility.model), floor=futility.floor, horizon=horizon)
+        rule = LearnedFutility(LearnedRule.load(futility.model, "gate.futility.model"), floor=futility.floor, horizon=horizon)
     else:
         rule = _signs(futility, horizon)
     return FutilityKeeper(
