@@ -69,3 +69,12 @@ def test_what_is_missing_is_named_and_nothing_is_changed(missing: str) -> None:
     names: Any = batch.batch
     assert "train_infer_is_weight" not in set(names.keys())
     assert batch.meta_info["metrics"] == {"before": 1.0}
+
+
+def test_what_is_no_batch_is_said_and_notes_that_are_none_are_begun() -> None:
+    with pytest.raises(CorrectionError, match="expected a DataProto, got dict"):
+        apply_train_infer_correction({"old_log_probs": torch.zeros(1, 1)}, SETTINGS)  # type: ignore[arg-type]
+    batch = batch_of(0)
+    batch.meta_info["metrics"] = None
+    _, metrics = apply_train_infer_correction(batch, SETTINGS)
+    assert batch.meta_info["metrics"] == dict(metrics)

@@ -119,6 +119,63 @@ def test_a_named_metric_is_read_from_the_notes() -> None:
     assert not query_filter(group, config())
 
 
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_one_element_that_holds_several_responses_has_one_metric_for_each(make: Any) -> None:
+    for scores, keeps in (([1.0, 0.0], True), ([1.0, 1.0], False)):
+        element = DataProto.concat(rows([1.0, 1.0]))
+        element.meta_info["metrics"] = {"acc": make(scores), "of_all": 3.0}
+        assert query_filter([element], config(metric="acc")) is keeps
+    alone = rows([1.0, 1.0])
+    for item, score in zip(alone, (1.0, 0.0), strict=True):
+        item.meta_info["metrics"] = {"acc": make([score])}
+    assert query_filter(alone, config(metric="acc"))
+
+
+def test_a_response_without_the_metric_makes_its_group_incomplete_and_one_that_nobody_has_is_a_mistake() -> None:
+    group = rows([1.0, 0.0])
+    group[1].meta_info["metrics"] = None
+    with pytest.raises(FilterError, match="metric is 'acc'"):
+        query_filter(group, config(metric="acc"))
+    group[0].meta_info["metrics"]["acc"] = 1.0
+    assert not query_filter(group, config(metric="acc"))
+    group[1].meta_info["metrics"] = {"other": 1.0}
+    assert not query_filter(group, config(metric="acc"))
+
+
+def test_responses_of_two_domains_are_no_group() -> None:
+    with pytest.raises(FilterError, match=r"of one prompt, and so of one domain, got \['code', 'math'\]"):
+        query_filter([row(1.0), row(0.0, domain="code")], config())
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: query_filter(None, config()), "expected the responses to one prompt, got None"),  # type: ignore[arg-type]
+        (lambda: response_filter(None, config()), "expected one response, got NoneType"),  # type: ignore[arg-type]
+        (
+            lambda: query_filter([DataProto(non_tensor_batch={"domain": np.array(["math"], dtype=object)})] * 2, config()),
+            "response_level_rewards",
+        ),
+        (
+            lambda: query_filter([DataProto.from_dict({"response_level_rewards": torch.ones(1, 2)}, {"domain": ["math"]})] * 2, config()),
+            r"one reward for each response, shape \[1\], got \[1, 2\]",
+        ),
+        (
+            lambda: response_filter(
+                DataProto.from_dict({"response_level_rewards": torch.ones(1)}, {"domain": ["math"]}),
+                config(response={"type": "length", "filter_args": {"max_tokens": 1}}),
+            ),
+            "response_mask",
+        ),
+        (lambda: query_filter(rows([1.0, 0.0]), None), "expected a configuration with rewards, got NoneType"),
+    ],
+    ids=["no responses", "no response", "no rewards", "two rewards in a row", "no columns", "no configuration"],
+)
+def test_what_cannot_be_judged_is_said(ask: Any, says: str) -> None:
+    with pytest.raises(FilterError, match=says):
+        ask()
+
+
 def test_warnings_of_a_filter_come_once_for_all_groups(caplog: pytest.LogCaptureFixture) -> None:
     chosen = config("mean_filter", threshold_down=0.125, threshold_up=0.875)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +84,39 @@ def test_what_cannot_be_is_said() -> None:
         FilterForRoll({"type": "std_filtr"})
     with pytest.raises(FilterError, match="expected the members of a group, got none"):
         FilterForRoll({"type": "std_filter"}).filter(0, 0, [])
+
+
+ACC = {"type": "std_filter", "metric": "acc"}
+
+
+def test_case_13_metrics_may_be_numbers_of_any_library_in_both_calls() -> None:
+    for one, other in ((True, False), (np.bool_(1), np.float32(0)), (np.int64(1), 0), (torch.tensor(1.0), torch.tensor(0.0))):
+        inside, items = FilterForRoll(ACC), [foreign(1.0, metrics={"acc": one}), foreign(1.0, metrics={"acc": other})]
+        assert not inside.filter(0, 0, items)
+        assert inside.query_filter(items)
+        several = DataProto.concat([row(1.0), row(1.0)])
+        several.meta_info["metrics"] = {"acc": [one, other]}
+        assert inside.query_filter([several])
+    with pytest.raises(FilterError, match="expected one number as the reward of member 0, got the text '1'"):
+        FilterForRoll(ACC).filter(0, 0, [foreign(1.0, metrics={"acc": "1"}), foreign(1.0, metrics={"acc": "0"})])
+
+
+def test_missing_and_infinite_rewards_make_a_group_incomplete_and_what_is_no_number_is_said() -> None:
+    def item(*rewards: float, **columns: Any) -> Any:
+        batch = {"response_level_rewards": torch.tensor(rewards)} if rewards else {}
+        return SimpleNamespace(batch=batch, non_tensor_batch={name: [value] for name, value in columns.items()}, meta_info={})
+
+    inside = FilterForRoll({"type": "std_filter"})
+    for missing in (item(math.inf, -math.inf), item(math.nan, 1.0), item(episode_scores=None), item(episode_scores=math.nan)):
+        assert inside.verdict_on([item(1.0), missing]).reason == "incomplete"
+    assert not inside.query_filter([None, item(1.0)])
+    with pytest.raises(FilterError, match="expected one number as the reward of .*episode_scores.*, got the text 'a'"):
+        inside.filter(0, 0, [item(episode_scores="a"), item(1.0)])
+    with pytest.raises(FilterError, match="expected response_level_rewards in the responses, got"):
+        inside.query_filter([item(), item(1.0)])
+
+
+@pytest.mark.parametrize("given_as", [{"type": "std_filter", "args": 1}, None, lambda group: True], ids=["unknown key", "none", "function"])
+def test_a_configuration_that_is_none_is_refused_in_our_words(given_as: Any) -> None:
+    with pytest.raises(ConfigError, match="FilterForRoll"):
+        FilterForRoll(given_as)

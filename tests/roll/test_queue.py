@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -145,6 +146,14 @@ def test_a_put_that_is_refused_took_nothing(store: InProcessStore) -> None:
 def test_a_reward_that_is_not_a_number_is_missing(store: InProcessStore) -> None:
     queue = build_group_queue(1, 2, rollout_batch_size=2)
     played(queue, 0, member(float("nan")).to_remote(), member(1.0).to_remote())
+    assert queue.get_batch() is None
+    assert not store.rows
+
+
+def test_steps_whose_rewards_are_no_sum_make_a_member_without_one(store: InProcessStore) -> None:
+    queue = build_group_queue(1, 2, rollout_batch_size=2)
+    bad = DataProto.from_dict({"response_level_rewards": torch.tensor([math.inf, -math.inf])}, meta_info={"env_timeout": False})
+    played(queue, 0, bad.to_remote(), member(1.0).to_remote())
     assert queue.get_batch() is None
     assert not store.rows
 

@@ -6,7 +6,7 @@ Both answer with a `Verdict`: keep or drop, with a reason, a category and the nu
 the metric that is named, never a shaped reward. A query filter also takes the rewards alone, as a plain sequence.
 
 - `base.py`: what a filter is, its two kinds, the filters of a domain; `context.py`: what a filter knows besides its arguments
-- `group_rewards.py`: from whatever holds the rewards of a group to the few numbers that filters decide on
+- `group_rewards.py`: from whatever holds the rewards of a group to the few numbers that filters decide on; `scores.py`: scores by name
 - `no_filter.py`, `mean_filter.py`, `std_filter.py`: query filters
 - `missing_member.py`, `env_faults.py`, `drop_flag.py`, `min_survivors.py`: group filters; `whole_group.py`: what no group filter keeps
 - `reward_range.py`, `length.py`, `format.py`, `finish_reason.py`: response filters

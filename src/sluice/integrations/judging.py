@@ -5,9 +5,8 @@ The group that a filter sees is the same through every door, so that one filter 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -109,34 +108,6 @@ def rollout_of(member: Member, *, task: Task, group_id: int, index: int, attempt
         metrics=member.metrics,
         failure=None if reward is not None else Failure(cause="infrastructure", reason=MISSING, detail=member.detail),
     )
-
-
-def named_metrics(given: Filter[Any]) -> tuple[str, ...]:
-    """The metrics that a filter and its parts read by name, each once; none: it reads the reward."""
-    own = () if given.context.metric is None else (given.context.metric,)
-    return tuple(dict.fromkeys([*own, *[name for part in given.parts for name in named_metrics(part)]]))
-
-
-def scores_of(entries: Mapping[Any, Any], named: Sequence[str]) -> dict[str, Any]:
-    """Of all that a framework notes beside a reward the numbers, and whatever stands under a name that a filter reads: it is told there
-    when that is none."""
-    return {str(name): value for name, value in entries.items() if str(name) in named or _is_number(value)}
-
-
-def require_named(named: Sequence[str], noted: Iterable[Mapping[Any, Any]], *, where: str, advice: str) -> None:
-    """Raise `FilterError` for a name that is not among the notes of any member: one of a few that lacks it is data, all are a mistake."""
-    fields: dict[str, None] = {}
-    for entries in noted:
-        fields.update(dict.fromkeys(map(str, entries)))
-    for name in named:
-        if fields and name not in fields:
-            raise FilterError(f"{where} is {name!r}, but its reward has only {sorted(fields)} - {advice}")
-
-
-def _is_number(value: Any) -> bool:
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy scalars, 0-dim arrays and tensors
-        value = value.item()
-    return isinstance(value, Real)
 
 
 def reason_of(category: Category | None, reason: str) -> str:

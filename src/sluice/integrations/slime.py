@@ -25,16 +25,8 @@ from typing import Any, Final
 
 from sluice.errors import FilterError
 from sluice.filters import RatioGuard, number_of
-from sluice.integrations.judging import (
-    FilterLike,
-    Member,
-    group_of,
-    named_metrics,
-    query_filter,
-    reason_of,
-    require_named,
-    scores_of,
-)
+from sluice.filters.scores import named_metrics, require_named, scores_of
+from sluice.integrations.judging import FilterLike, Member, group_of, query_filter, reason_of
 from sluice.types import Group, RolloutFinish, Verdict
 
 FRAMEWORKS: Final = ("slime", "miles")

@@ -22,17 +22,9 @@ import numpy.typing as npt
 from sluice.advantage import fold_rows, read_ids
 from sluice.errors import FilterError, ResampleError
 from sluice.filters import QueryFilter, RatioGuard
+from sluice.filters.scores import named_metrics, require_named, scores_of
 from sluice.gate import Gate
-from sluice.integrations.judging import (
-    FilterLike,
-    Member,
-    group_of,
-    named_metrics,
-    query_filter,
-    reason_of,
-    require_named,
-    scores_of,
-)
+from sluice.integrations.judging import FilterLike, Member, group_of, query_filter, reason_of
 from sluice.types import EMPTY, Verdict
 
 SCORES: Final = ("rm_scores", "token_level_scores")

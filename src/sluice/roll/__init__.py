@@ -11,6 +11,7 @@
     queue.py         a GroupQueue of DataProto, for environment managers of one's own
     correction.py    the train-infer correction on a DataProto
     inside.py        the other way round: our filters inside ROLL
+    notes.py         what the notes of several rows say of one
     scope.py         which group the running code belongs to
 
 Names load on first use, and torch and tensordict with them. What is another way here than in ROLL, and how to move, is in docs/roll.md. A

@@ -10,7 +10,7 @@ from sluice.correction.apply import FINAL_MASK, INFERENCE, IS_WEIGHT, MASK, OLD
 from sluice.correction.apply import apply_train_infer_correction as apply_to_columns
 from sluice.correction.metrics import CorrectionMetrics
 from sluice.correction.settings import read_settings
-from sluice.errors import ConfigError
+from sluice.errors import ConfigError, CorrectionError
 from sluice.roll.data import METRICS, DataProto
 
 ADVANTAGES: Final = "advantages"
@@ -36,6 +36,11 @@ def apply_train_infer_correction(batch: DataProto, config: Any) -> tuple[DataPro
         CorrectionError: something is missing or does not fit; nothing has been changed then.
     """
     settings = read_settings(config)
+    if not isinstance(batch, DataProto):
+        raise CorrectionError(
+            f"expected a DataProto, got {type(batch).__name__} - for a mapping of tensors there is the function of the same name in "
+            "sluice.correction"
+        )
     names = [] if batch.batch is None else list(batch.batch.keys())
     if "baseline" in settings.model_fields_set and settings.baseline == "survivors" and ADVANTAGES in names:
         raise ConfigError(
@@ -47,5 +52,5 @@ def apply_train_infer_correction(batch: DataProto, config: Any) -> tuple[DataPro
     for name in (MASK, FINAL_MASK, IS_WEIGHT):
         if name in corrected:
             batch[name] = corrected[name]
-    batch.meta_info[METRICS] = {**batch.meta_info.get(METRICS, {}), **metrics}
+    batch.meta_info[METRICS] = {**(batch.meta_info.get(METRICS) or {}), **metrics}
     return batch, metrics

@@ -21,7 +21,8 @@ from sluice.filters import build_query_filter, build_response_filter
 from sluice.filters.base import Filter
 from sluice.filters.naming import nearest
 from sluice.filters.no_filter import NoFilter
-from sluice.roll.data import DataProto
+from sluice.roll.data import METRICS, DataProto
+from sluice.roll.notes import metrics_of_row
 from sluice.roll.requests import expand_responses
 from sluice.roll.scope import current
 from sluice.types import Rollout, RolloutFinish, Turn, Verdict
@@ -37,9 +38,12 @@ def query_filter(data_list: Sequence[DataProto], config: Any) -> bool:
     """Whether a group of responses to one prompt is kept: True keeps.
 
     Elements with several responses are split first, so that one element that holds a whole group is judged like its rows. A single
-    response is kept unseen. Raises `FilterError` for no response, or a domain that the configuration does not have.
+    response is kept unseen. Raises `FilterError` for no response, responses of several domains, or a domain that the configuration does not
+    have.
     """
-    rows = expand_responses(list(data_list))
+    if data_list is None:
+        raise FilterError("query_filter: expected the responses to one prompt, got None - return None to give the prompt up")
+    rows = expand_responses(data_list)
     if not rows:
         raise FilterError("query_filter: expected the responses to one prompt, got none - return None to give the prompt up")
     if len(rows) == 1:
@@ -53,6 +57,8 @@ def response_filter(data_item: DataProto, config: Any) -> bool:
 
     A response that the run has judged already is not judged again. Raises `FilterError` for more than one response.
     """
+    if not isinstance(data_item, DataProto):
+        raise FilterError(f"response_filter: expected one response, got {type(data_item).__name__} - give a DataProto of one row")
     if len(data_item) != 1:
         raise FilterError(f"response_filter: expected one response, got {len(data_item)} - split them: data[index]")
     judged = data_item.non_tensor_batch.get(RESPONSE_VERDICT)
@@ -67,24 +73,37 @@ def response_filter(data_item: DataProto, config: Any) -> bool:
 
 def judge_rows(rows: Sequence[DataProto], config: Any) -> Verdict:
     """The verdict of the domain's query filter on responses of one row each, by their rewards alone."""
+    labels = {_label(row) for row in rows}
+    if len(labels) > 1:
+        raise FilterError(
+            f"query_filter: expected the responses of one prompt, and so of one domain, got {sorted(labels)} - ask for each prompt alone"
+        )
     domain, reward = _reward_config(rows[0], config)
     settings = _entry(reward, "query_filter_config")
     settings = {} if settings is None else settings
     built = _once(build_query_filter, settings, f"rewards.{domain}.query_filter_config")
-    if _settings(settings)[2] is None:
+    metric = _settings(settings)[2]
+    if metric is None:
         return built.judge([reward_of(row) for row in rows])
-    return built.judge([row.meta_info.get("metrics", {}) for row in rows])
+    scores = [metrics_of_row(row.meta_info.get(METRICS), 0, 1) for row in rows]
+    is_there = any(metric in own for own in scores)  # one of several that lacks it has no reward; of none it is a mistake
+    return built.judge([own if metric in own or not is_there else None for own in scores])
 
 
 def reward_of(row: DataProto) -> float:
-    """The reward of a response as it stands in the batch; NaN when it has none."""
-    return float(row["response_level_rewards"].reshape(-1)[0])
+    """The reward of a response as it stands in the batch; NaN when it has none. Raises `FilterError` unless there is one entry."""
+    rewards = _column(row, "response_level_rewards")
+    if rewards.numel() != 1:
+        raise FilterError(
+            f"response_level_rewards: expected one reward for each response, shape [1], got {list(rewards.shape)} - a response has one vote"
+        )
+    return float(rewards.reshape(-1)[0])
 
 
 def rollout_of_row(row: DataProto) -> Rollout:
     """A response as the filters of `sluice.filters` know it, made of its columns."""
-    sampled = row["response_mask"][0].bool()
-    ids = row["input_ids"][0][sampled].cpu().numpy()
+    sampled = _column(row, "response_mask")[0].bool()
+    ids = _column(row, "input_ids")[0][sampled].cpu().numpy()
     logprobs = torch.zeros(len(sampled))
     if "infer_logprobs" in (row.batch.keys() if row.batch is not None else ()):
         logprobs[1:] = row["infer_logprobs"][0]
@@ -92,7 +111,7 @@ def rollout_of_row(row: DataProto) -> Rollout:
     finish = cast("RolloutFinish", told if told in _FINISHES else "stop")
     texts = row.non_tensor_batch.get("response_text")
     turn = Turn(
-        prompt_ids=row["input_ids"][0][row["prompt_mask"][0].bool()].cpu().numpy(),
+        prompt_ids=row["input_ids"][0][_column(row, "prompt_mask")[0].bool()].cpu().numpy(),
         token_ids=ids,
         inference_logprobs=logprobs[sampled].numpy(),
         text="" if texts is None else str(texts[0]),
@@ -108,16 +127,16 @@ def rollout_of_row(row: DataProto) -> Rollout:
         turns=(turn,),
         finish_reason=finish,
         reward=reward if math.isfinite(reward) else None,
-        metrics=dict(row.meta_info.get("metrics", {})),
+        metrics=metrics_of_row(row.meta_info.get(METRICS), 0, 1),
     )
 
 
 def _reward_config(row: DataProto, config: Any) -> tuple[str, Any]:
     """The domain of a response and its section of the configuration: by its name, else by the tags that the sections include."""
-    if "domain" not in row.non_tensor_batch:
-        raise FilterError(f"expected non_tensor_batch['domain'] in a response, got {sorted(row.non_tensor_batch)} - say which rules apply")
-    label = str(row.non_tensor_batch["domain"][0])
-    rewards: Mapping[str, Any] = _entry(config, "rewards") or {}
+    label = _label(row)
+    rewards: Mapping[str, Any] | None = _entry(config, "rewards")
+    if rewards is None:
+        raise FilterError(f"expected a configuration with rewards, got {type(config).__name__} - give context.pipeline_config")
     if label in rewards:
         return label, rewards[label]
     for domain, reward in rewards.items():
@@ -125,6 +144,19 @@ def _reward_config(row: DataProto, config: Any) -> tuple[str, Any]:
         if label in tags:
             return domain, reward
     raise FilterError(f"rewards: expected a domain out of {sorted(rewards)}, got {label!r} - {nearest(label, rewards)}")
+
+
+def _label(row: DataProto) -> str:
+    if "domain" not in row.non_tensor_batch:
+        raise FilterError(f"expected non_tensor_batch['domain'] in a response, got {sorted(row.non_tensor_batch)} - say which rules apply")
+    return str(row.non_tensor_batch["domain"][0])
+
+
+def _column(row: DataProto, name: str) -> torch.Tensor:
+    try:
+        return cast("torch.Tensor", row[name])
+    except KeyError as error:
+        raise FilterError(f"expected {name} in the batch of a response: {error.args[0]} - give rows as the context made them") from None
 
 
 def _entry(owner: Any, name: str) -> Any:

@@ -20,20 +20,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, Final
 
 import numpy as np
+from pydantic import ValidationError
 
 from sluice.config import EnvManagerConfig, FilterConfig
+from sluice.config.explain import explain
+from sluice.config.problems import Places, error
 from sluice.errors import FilterError
-from sluice.filters import QueryFilter, RatioGuard, build_group_filter
+from sluice.filters import QueryFilter, RatioGuard, build_group_filter, number_of, sum_steps
 from sluice.filters.base import Filter
+from sluice.filters.scores import named_metrics, scores_of
+from sluice.roll.notes import metrics_of_row
 from sluice.types import Failure, Flag, Group, Rollout, Task, Turn, Verdict
 
 FLAGS: Final[tuple[Flag, ...]] = ("env_timeout", "env_failed", "drop_flag")
 
 FEWEST: Final = 2  # members of a group that can be compared
+
+REWARDS: Final = "response_level_rewards"
 
 _NOTHING: Final = np.zeros(0, dtype=np.int64)
 
@@ -50,8 +56,9 @@ class FilterForRoll:
         if isinstance(given, Filter):
             self._filter: QueryFilter = given
         else:
-            manager = EnvManagerConfig(group_size=group_size or FEWEST, group_filter_config=FilterConfig.model_validate(given))
+            manager = EnvManagerConfig(group_size=group_size or FEWEST, group_filter_config=_config(given))
             self._filter = build_group_filter(manager, mode="train", where="FilterForRoll", min_members=None)
+        self._metrics = named_metrics(self._filter)
         self._guard = guard
 
     def filter(self, group_id: int, episode_id: int, group: Sequence[Any]) -> bool:
@@ -60,14 +67,30 @@ class FilterForRoll:
 
     def query_filter(self, data_list: Sequence[Any], config: object = None) -> bool:
         """Whether to keep the responses to one prompt, of any number of rows an item. True keeps. A single response is kept unseen."""
-        rewards = [float(reward) for item in data_list for reward in _flat(item, "response_level_rewards")]
-        if len(rewards) == 1:
+        rollouts: list[Rollout] = []
+        for item in data_list:
+            if item is None:
+                rollouts.append(_rollout(len(rollouts), None, None, {}))
+                continue
+            if not _has(item, REWARDS):
+                raise FilterError(f"expected {REWARDS} in the responses, got {_names(item)} - judge after the rewards have been computed")
+            rewards = _flat(item, REWARDS)
+            for place, reward in enumerate(rewards):
+                rollouts.append(_rollout(len(rollouts), reward, None, self._scores(item, place, len(rewards))))
+        if len(rollouts) == 1:
             return True
-        return self._judged([_rollout(index, reward, None) for index, reward in enumerate(rewards)], "query").keep
+        return self._judged(rollouts, "query").keep
 
     def verdict_on(self, group: Sequence[Any], *, name: str = "group") -> Verdict:
         """The verdict on trajectories, with its reason and category."""
-        return self._judged([_rollout(index, None if item is None else _reward_of(item), item) for index, item in enumerate(group)], name)
+        members = [
+            _rollout(index, None, None, {}) if item is None else _rollout(index, _reward_of(item), item, self._scores(item, 0, 1))
+            for index, item in enumerate(group)
+        ]
+        return self._judged(members, name)
+
+    def _scores(self, item: Any, place: int, rows: int) -> dict[str, Any]:
+        return scores_of(metrics_of_row(item.meta_info.get("metrics"), place, rows), self._metrics)
 
     def _judged(self, rollouts: list[Rollout], name: str) -> Verdict:
         if not rollouts:
@@ -85,8 +108,15 @@ class FilterForRoll:
         return verdict if self._guard is None else self._guard.admit(verdict)
 
 
-def _rollout(index: int, reward: float | None, item: Any) -> Rollout:
-    """A member as filters know it. item None: nothing is known but its reward, or it is missing."""
+def _config(given: Any) -> FilterConfig:
+    try:
+        return FilterConfig.model_validate(given)
+    except ValidationError as refused:
+        raise error(explain(FilterConfig, refused, given if isinstance(given, Mapping) else {}), Places(source="FilterForRoll")) from None
+
+
+def _rollout(index: int, reward: float | None, item: Any, metrics: Mapping[str, Any]) -> Rollout:
+    """A member as filters know it. item None: nothing is known but its reward and scores, or it is missing."""
     notes: Mapping[str, Any] = {} if item is None else item.meta_info
     value = reward if reward is not None and math.isfinite(reward) else None
     sampled = 0 if item is None or not _has(item, "response_mask") else int(sum(_flat(item, "response_mask")))
@@ -99,7 +129,6 @@ def _rollout(index: int, reward: float | None, item: Any) -> Rollout:
         finish_reason="stop",
         policy_version=0,
     )
-    metrics = notes.get("metrics") or {}
     return Rollout(
         attempt_id=index,
         group_id=0,
@@ -108,23 +137,27 @@ def _rollout(index: int, reward: float | None, item: Any) -> Rollout:
         turns=() if item is None and reward is None else (turn,),
         finish_reason="stop",
         reward=value,
-        metrics={str(key): float(number) for key, number in metrics.items() if isinstance(number, Real)},
+        metrics=metrics,
         failure=None if value is not None else Failure(cause="infrastructure", reason="reward_missing"),
         flags=frozenset(flag for flag in FLAGS if notes.get(flag)),
     )
 
 
-def _reward_of(item: Any) -> float:
+def _reward_of(item: Any) -> float | None:
     """The outcome of a trajectory: what stands in `response_level_rewards`, else in `episode_scores`, else the sum of `scores`."""
-    if _has(item, "response_level_rewards"):
-        return math.fsum(_flat(item, "response_level_rewards"))
+    if _has(item, REWARDS):
+        return sum_steps([_flat(item, REWARDS)])[0]
     episode = item.non_tensor_batch.get("episode_scores")
     if episode is not None:
-        return float(episode[0])
+        outcome: float | None = number_of(episode[0], "a trajectory (episode_scores)", "FilterForRoll")
+        return outcome
     if _has(item, "scores"):
-        return math.fsum(_flat(item, "scores"))
-    names = sorted(map(str, item.batch.keys()))
-    raise FilterError(f"expected response_level_rewards, episode_scores or scores in a trajectory, got {names} - say what it earned")
+        return sum_steps([_flat(item, "scores")])[0]
+    raise FilterError(f"expected {REWARDS}, episode_scores or scores in a trajectory, got {_names(item)} - say what it earned")
+
+
+def _names(item: Any) -> list[str]:
+    return [] if item.batch is None else sorted(map(str, item.batch.keys()))
 
 
 def _has(item: Any, name: str) -> bool:

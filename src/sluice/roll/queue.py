@@ -6,9 +6,9 @@ fails or is still there at the end. Members of a batch are the trainer's to free
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from sluice.filters import sum_steps
 from sluice.roll.data import DataProto
 from sluice.roll.filters import reward_of
 from sluice.roll.group_filter import GroupFilter, drops, filter_of, told_of
@@ -57,8 +57,7 @@ def build_group_queue(
 
 def _reward_of(member: DataProto) -> float | None:
     """The outcome of a trajectory: of several rows, of steps say, the sum."""
-    reward = math.fsum(reward_of(member[index]) for index in range(len(member)))
-    return reward if math.isfinite(reward) else None
+    return sum_steps([[reward_of(member[index]) for index in range(len(member))]])[0]
 
 
 def _release(member: DataProto) -> None:

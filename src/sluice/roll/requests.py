@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from sluice.errors import LoopError
-from sluice.roll.data import DataProto, column
+from sluice.roll.data import METRICS, DataProto, column
+from sluice.roll.notes import metrics_of_row
 from sluice.types import Task, TokenIds
 
 ABORTED: Final = "abort"
@@ -39,19 +40,30 @@ def expand_requests(data: DataProto, num_return_sequences: int, is_num_return_se
 
 
 def expand_responses(response: DataProto | Sequence[Any] | None) -> list[DataProto]:
-    """The rows of a DataProto, or of any nesting of lists of them, one DataProto each, in order. None: no rows."""
+    """The rows of a DataProto, or of any nesting of lists of them, one DataProto each, in order. None: no rows.
+
+    Of `meta_info["metrics"]` with one value per row each row gets its own.
+    """
     rows: list[DataProto] = []
     todo: deque[Any] = deque([response])
     while todo:
         current = todo.popleft()
         if isinstance(current, DataProto):
-            rows += [current] if len(current) == 1 else [current[index] for index in range(len(current))]
+            rows += [current] if len(current) == 1 else _rows_of(current)
         elif isinstance(current, list | tuple):
             todo.extendleft(reversed(current))
         elif response is not None:
             raise LoopError(
                 f"expected responses as DataProto or lists of them, got {type(current).__name__} - return what the context gave"
             )
+    return rows
+
+
+def _rows_of(data: DataProto) -> list[DataProto]:
+    rows = [data[index] for index in range(len(data))]
+    if METRICS in data.meta_info:
+        for index, row in enumerate(rows):
+            row.meta_info[METRICS] = metrics_of_row(data.meta_info[METRICS], index, len(rows))
     return rows
 
 
