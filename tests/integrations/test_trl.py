@@ -290,6 +290,8 @@ def test_a_mistake_in_the_settings_is_found_before_anything_is_sampled(model_fol
         make(model_folder, tmp_path, settings=DynamicSampling(guard={"max_filter_ratio": 2.0}))
     with pytest.raises(ConfigError, match=r"DynamicSampling.query_filter: expected a configuration.*got 5"):
         make(model_folder, tmp_path, settings=DynamicSampling(query_filter=5))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dynamic_sampling: expected a DynamicSampling, got {'max_resample_rounds': 3}"):
+        make(model_folder, tmp_path, settings={"max_resample_rounds": 3})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- whatever else TRL does

@@ -125,6 +125,8 @@ def test_what_the_gate_needs_is_asked_for(model_folder: Path, tmp_path: Path) ->
         make(model_folder, tmp_path, settings=gated)
     with pytest.raises(ConfigError, match="GateKeeper for groups of 4"):
         make(model_folder, tmp_path, settings=DynamicSampling(gate=GateKeeper(Gate(k=2), group_size=8)), rollout_func=Corridor())
+    with pytest.raises(ConfigError, match=r"expected a Gate, or a GateKeeper for groups of 4, got {'k': 2}"):
+        make(model_folder, tmp_path, settings=DynamicSampling(gate={"k": 2}), rollout_func=Corridor())  # type: ignore[arg-type]
 
     def silent(prompts: list[str], trainer: Any) -> dict[str, Any]:
         return {"prompt_ids": [[2]] * len(prompts), "completion_ids": [[2]] * len(prompts), "logprobs": [[0.0]] * len(prompts)}

@@ -105,5 +105,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(model_folder: Path, tmp_
 def test_what_it_cannot_do_is_refused(model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward_funcs\[0\]: expected a function, got str"):
         DynamicRollout(["some/reward-model"])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="dynamic_sampling: expected a DynamicSampling, got {}"):
+        DynamicRollout(accuracy, dynamic_sampling={})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pass dynamic.reward_funcs"):
         make(model_folder, tmp_path, GRPOTrainer, reward_funcs=accuracy, rollout_func=DynamicRollout(accuracy)).train()

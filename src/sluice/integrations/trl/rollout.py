@@ -64,7 +64,7 @@ class DynamicRollout:
                     f"reward_funcs[{index}]: expected a function, got {type(function).__name__} - for reward models use "
                     "DynamicSamplingGRPOTrainer"
                 )
-        self.dynamic_sampling = dynamic_sampling or DynamicSampling()
+        self.dynamic_sampling = DynamicSampling.given(dynamic_sampling)
         self.reward_funcs: list[RewardFunction] = [_forwarded(function, index) for index, function in enumerate(functions)]
         self._functions = functions
         self._rollout_func = rollout_func

@@ -44,6 +44,18 @@ class DynamicSampling:
     requeue: bool = True  # the prompt of a group that was lost without being judged is drawn once more
     quarantine_after: int | None = 3  # such groups of one prompt, after which it is not drawn again; None: never
 
+    @staticmethod
+    def given(dynamic_sampling: DynamicSampling | None) -> DynamicSampling:
+        """What a trainer was given, None for the default. Raises `ConfigError` for anything else, such as the settings in a mapping."""
+        if dynamic_sampling is None:
+            return DynamicSampling()
+        if not isinstance(dynamic_sampling, DynamicSampling):
+            raise ConfigError(
+                f"dynamic_sampling: expected a DynamicSampling, got {dynamic_sampling!r} - write DynamicSampling(max_resample_rounds=20), "
+                "or DynamicSampling(**settings) with the settings of a mapping"
+            )
+        return dynamic_sampling
+
     def scheduler_config(self, *, group_size: int, seed: int, masks_truncated: bool) -> SchedulerConfig:
         """The machine's settings. Raises `ConfigError` for what cannot be."""
         try:
@@ -77,8 +89,8 @@ class DynamicSampling:
         """The gate, or None. Raises `ConfigError` for a keeper of groups of another size."""
         if self.gate is None:
             return None
-        keeper = GateKeeper(self.gate, group_size=group_size, seed=seed) if isinstance(self.gate, Gate) else self.gate
-        if keeper.group_size != group_size:
+        keeper: Any = GateKeeper(self.gate, group_size=group_size, seed=seed) if isinstance(self.gate, Gate) else self.gate
+        if not isinstance(keeper, GateKeeper) or keeper.group_size != group_size:
             raise ConfigError(
                 f"DynamicSampling.gate: expected a Gate, or a GateKeeper for groups of {group_size}, got {self.gate!r} "
                 "- give Gate(k=..., threshold=...), or build the keeper with group_size=num_generations"

@@ -53,12 +53,12 @@ class DynamicSamplingMixin:
         train_infer_correction: TrainInferCorrectionConfig | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        settings = DynamicSampling.given(dynamic_sampling)
         self._capturing = False
         self._replayed: _Replay | None = None
         self._is_empty = False  # whether the correction has left nothing of the batch in the loss
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        settings = dynamic_sampling or DynamicSampling()
         self.train_infer_correction = check_correction(trainer, train_infer_correction)
         check_settings(trainer, settings, rejects=bool(self.train_infer_correction and self.train_infer_correction.enabled_filters))
         self.dynamic_sampling = settings
