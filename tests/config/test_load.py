@@ -486,3 +486,10 @@ def test_parsing_leaves_the_mapping_as_it_was() -> None:
     data = smallest()
     parse_config(data, ["trainer.max_steps=3"], folder="/somewhere")
     assert data == smallest()
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-Infinity"])
+def test_a_number_that_is_none_is_not_recommended(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(smallest(validation__temperature=word))
+    assert "without quotes" not in str(caught.value)

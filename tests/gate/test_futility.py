@@ -326,6 +326,7 @@ def test_rules_that_cannot_work_are_refused(rule, message) -> None:
         ({"horizon": "30"}, "futility.horizon"),
         ({"hold_precision": 1}, "futility.hold_precision: expected a number > 0 and < 1"),
         ({"hold_precision": 0.9, "audit_rate": 0}, "with an audit_rate above 0"),
+        ({"hold_precision": 0.95, "window": 71}, "futility.window: expected at least 72 audited members for hold_precision 0.95, got 71"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message) -> None:

@@ -7,6 +7,7 @@ one problem, which names all kinds, or, for an entry of a mapping, the problem o
 from __future__ import annotations
 
 import difflib
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -136,8 +137,10 @@ def _hint_for(kind: Any, came: Any) -> str:
         return f" - write {int(came)}"
     if kind in (int, float) and isinstance(came, str):
         try:
-            float(came.replace("_", ""))
+            number = float(came.replace("_", ""))
         except ValueError:
+            return ""
+        if not math.isfinite(number):
             return ""
         return f" - write {came.replace('_', '')} without quotes"
     if kind is str and isinstance(came, (int, float)):

@@ -113,6 +113,11 @@ def lower_bound_clears(right: int, n: int, floor: float, confidence: float) -> b
     return right > floor * n and _at_least(right, n, floor) <= (1 - confidence) / 2
 
 
+def audits_needed(floor: float, confidence: float) -> int:
+    """How many audited decisions, all of them right, have a lower bound of `floor` (0 < floor < 1)."""
+    return math.ceil(math.log((1 - confidence) / 2) / math.log(floor))
+
+
 def _share_at(chance: Callable[[float], float], wanted: float) -> float:
     """The share at which a growing chance reaches what is wanted."""
     low, high = 0.0, 1.0

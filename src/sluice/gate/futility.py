@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, NoReturn, Protocol
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import Moments, Precision, clopper_pearson, drawn
+from sluice.gate.audit import Moments, Precision, audits_needed, clopper_pearson, drawn, lower_bound_clears
 from sluice.gate.decision import SOURCE, differ, read_reward
 from sluice.gate.rules import check_share
 from sluice.gate.self_audit import are_moments, is_count
@@ -218,6 +218,12 @@ class FutilityKeeper:
         for name, value in (("window", window), ("horizon", horizon)):
             if value is not None and (not is_count(value) or value < 1):
                 raise ConfigError(f"futility.{name}: expected a whole number >= 1, got {value!r} - it is a number of members or of steps")
+        if hold_precision is not None and not lower_bound_clears(window, window, hold_precision, confidence):
+            raise ConfigError(
+                f"futility.window: expected at least {audits_needed(hold_precision, confidence)} audited members for hold_precision "
+                f"{hold_precision}, got {window} - even if all of them are right the lower bound stays below: raise the window or lower "
+                "the floor"
+            )
         self._groups: dict[Hashable, _Group] = {}
         self._outcomes: deque[bool] = deque(maxlen=window)  # of audited members that would have been stopped: whether rightly
         self._counts = dict.fromkeys(("members", "would_stop", "stopped", "audited", "lost", "bound"), 0)

@@ -9,12 +9,11 @@ again, with a warning, when no factor has one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal, NoReturn
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import AuditLog, Moments, Precision, drawn, lower_bound_clears
+from sluice.gate.audit import AuditLog, Moments, Precision, audits_needed, drawn, lower_bound_clears
 from sluice.gate.rules import check_share
 from sluice.gate.values import is_finite_number
 
@@ -228,7 +227,7 @@ class SelfAudit:
         if not is_number(self.most_scale) or self.most_scale < 0.05:
             raise ConfigError(f"gate.most_scale: expected a number >= 0.05, got {self.most_scale!r} - 1 never raises the threshold")
         if not lower_bound_clears(window, window, self.hold_precision, self.confidence):
-            enough = math.ceil(math.log((1 - self.confidence) / 2) / math.log(self.hold_precision))
+            enough = audits_needed(self.hold_precision, self.confidence)
             raise ConfigError(
                 f"gate.window: expected at least {enough} audited groups for hold_precision {self.hold_precision}, got {window} - even if "
                 "all of them are right the lower bound stays below: raise the window or lower the floor"

@@ -103,6 +103,24 @@ def test_in_an_rlvr_recipe_it_says_where_it_belongs() -> None:
             {**K, "hold_precision": 0.95, "window": 71},
             "gate.window: must be at least 72 with gate.hold_precision 0.95, got 71: even if all of so few audited groups were right",
         ),
+        (
+            {**K, "hold_precision": 0.95, "window": 71, "shadow": True},
+            "gate.window: must be at least 72 with gate.hold_precision 0.95, got 71: even if all of so few audited groups were right",
+        ),
+        (
+            {"futility": {"steps": 4, "hold_precision": 0.95, "window": 71}},
+            "gate.futility.window: must be at least 72 with gate.futility.hold_precision 0.95, got 71: even if all of so few audited "
+            "members were right",
+        ),
+        (
+            {"k": 1, "signal": "action_bigram_jaccard_mean"},
+            "gate.signal: must be another one with gate.k 1, got action_bigram_jaccard_mean: after one step it is 0 for every group",
+        ),
+        ({"k": 1, "signal": "termination_fraction"}, "gate.signal: must be another one with gate.k 1, got termination_fraction"),
+        (
+            {"k": 1, "rule": {"type": "by_task_type", "rules": {"look": {"type": "or_termination", "signal": "termination_fraction"}}}},
+            "gate.rule.rules.look.signal: must be another one with gate.k 1, got termination_fraction",
+        ),
         ({**K, "hold_precision": 1.0}, "gate.hold_precision: expected a number > 0 and < 1 or null, got 1.0"),
         (
             {**K, "futility": {}},

@@ -12,6 +12,7 @@ from sluice.config.gate import FutilityConfig, GateConfig
 from sluice.config.problems import KeyPath, dotted, suggestion, told
 
 RULES: Final = ("by_task_type", "or_termination", "single_axis")  # the built-in rules
+ZERO_AT_FIRST: Final = ("action_bigram_jaccard_mean", "termination_fraction")  # signals that are 0 after one step, whatever was done
 SHARES: Final = ("threshold", "termination_threshold")  # their arguments that lie between 0 and 1
 SIGNS: Final = ("steps", "loops", "invalid_actions", "progress_steps")  # of a futile trajectory
 
@@ -42,10 +43,14 @@ def contradictions(config: AgenticConfig) -> Iterator[Finding]:
             hold = (*_FUTILITY, "hold_precision")
             message = f"must be above 0 with {dotted(hold)}, got 0: without audits no precision is known - set 0.1"
             yield Finding(path=(*_FUTILITY, "audit_rate"), reads=(hold, _SHADOW), message=message)
+        if gate.futility.hold_precision is not None:
+            yield from _check_window(_FUTILITY, "members", gate.futility.window, gate.futility.hold_precision, gate.confidence)
     if gate.cuts_groups:
         yield from _check_audit(gate)
         if gate.rule is not None:
-            yield from _check_rule((*_GATE, "rule"), gate.rule)
+            yield from _check_rule((*_GATE, "rule"), gate.rule, gate.k)
+        elif gate.k == 1:
+            yield from _check_first_step((*_GATE, "signal"), gate.signal)
         if gate.barrier and not gate.shadow:
             yield from _check_barrier(config)
 
@@ -100,29 +105,43 @@ def _check_signs(futility: FutilityConfig) -> Iterator[Finding]:
 
 
 def _check_audit(gate: GateConfig) -> Iterator[Finding]:
-    if gate.shadow:
-        return
-    if gate.audit_rate == 1:
+    if gate.audit_rate == 1 and not gate.shadow:
         yield Finding(path=_AUDIT, message="must be below 1, got 1: every group would be audited, and none cut - lower it, or set shadow")
     if gate.hold_precision is None:
         return
-    if gate.audit_rate == 0:
+    if gate.audit_rate == 0 and not gate.shadow:
         yield Finding(
             path=_AUDIT,
             reads=(_HOLD, _SHADOW),
             message=f"must be above 0 with {dotted(_HOLD)} {gate.hold_precision:g}, got 0: without audits no precision is known - set 0.1",
         )
-    enough = math.ceil(math.log((1 - gate.confidence) / 2) / math.log(gate.hold_precision))
-    if gate.window < enough:
+    yield from _check_window(_GATE, "groups", gate.window, gate.hold_precision, gate.confidence)
+
+
+def _check_window(section: KeyPath, what: str, window: int, floor: float, confidence: float) -> Iterator[Finding]:
+    enough = math.ceil(math.log((1 - confidence) / 2) / math.log(floor))
+    if window < enough:
+        hold = (*section, "hold_precision")
         yield Finding(
-            path=(*_GATE, "window"),
-            reads=(_HOLD, (*_GATE, "confidence")),
-            message=f"must be at least {enough} with {dotted(_HOLD)} {gate.hold_precision:g}, got {gate.window}: even if all of so few "
-            "audited groups were right, the lower bound of the precision would stay below it - raise it, or lower hold_precision",
+            path=(*section, "window"),
+            reads=(hold, (*_GATE, "confidence")),
+            message=f"must be at least {enough} with {dotted(hold)} {floor:g}, got {window}: even if all of so few audited {what} were "
+            "right, the lower bound of the precision would stay below it - raise it, or lower hold_precision",
         )
 
 
-def _check_rule(path: KeyPath, rule: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_first_step(path: KeyPath, signal: Any) -> Iterator[Finding]:
+    """After one step two of the signals say nothing."""
+    if signal in ZERO_AT_FIRST:
+        yield Finding(
+            path=path,
+            reads=(_K,),
+            message=f"must be another one with {dotted(_K)} 1, got {signal}: after one step it is 0 for every group, and all would be cut "
+            "- raise k, or choose another signal",
+        )
+
+
+def _check_rule(path: KeyPath, rule: Mapping[str, Any], k: int | None) -> Iterator[Finding]:
     """The type of a rule, and shares among its arguments. What else its arguments must be is for whoever builds it."""
     kind = rule.get("type")
     if not isinstance(kind, str):
@@ -138,11 +157,13 @@ def _check_rule(path: KeyPath, rule: Mapping[str, Any]) -> Iterator[Finding]:
     for name in SHARES:
         if name in rule:
             yield from _check_share((*path, name), rule[name])
+    if k == 1:
+        yield from _check_first_step((*path, "signal"), rule.get("signal"))
     rules = rule.get("rules")
     inner = [(("rules", str(name)), one) for name, one in rules.items()] if isinstance(rules, Mapping) else []
     for below, one in [*inner, (("default",), rule.get("default"))]:
         if isinstance(one, Mapping):
-            yield from _check_rule((*path, *below), one)
+            yield from _check_rule((*path, *below), one, k)
         elif one is not None:
             yield from _check_share((*path, *below), one)
 
