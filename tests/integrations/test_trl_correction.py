@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from sluice.errors import ConfigError, TrainerError
 from sluice.integrations.trl import DynamicSampling
-from sluice.integrations.trl.correction import advantages
+from sluice.integrations.trl.correction import advantages, check_correction
 from tests.integrations.tiny import LETTERS, make, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -170,6 +170,38 @@ def test_settings_that_cannot_be_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make(model_folder, tmp_path, rollout_func=sampled_by_another(at()), train_infer_correction=correction, args=args)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.2),
+        ("generation_kwargs", {"top_p": 0.9}),
+        ("generation_kwargs", {"presence_penalty": 0.5}),
+        ("generation_kwargs", {"logit_bias": {3: -100.0}}),
+        ("generation_kwargs", {"temperature": 0.5}),
+        ("vllm_structured_outputs_regex", "[a-c]+"),
+    ],
+    ids=str,
+)
+def test_whatever_cuts_or_bends_the_distribution_is_refused_beside_it(model_folder: Path, tmp_path: Path, setting: str, value: Any) -> None:
+    """The sampler reports log-probs of what it drew from, the trainer those of the whole vocabulary: their ratio would be no mismatch."""
+    name = next(iter(value)) if isinstance(value, dict) else setting
+    for rollout_func in (sampled_by_another(at()), None):
+        trainer = make(model_folder, tmp_path, GRPOTrainer, rollout_func=rollout_func, args={setting: value})
+        if rollout_func is None:  # vLLM cannot be started here
+            trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, False
+        with pytest.raises(ConfigError, match=f"expected log-probs of the whole vocabulary at the temperature.*{name} is"):
+            check_correction(trainer, TOKENS)
+
+
+def test_settings_that_change_nothing_are_no_cut(model_folder: Path, tmp_path: Path) -> None:
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": {"top_k": -1, "stop": ["x"]}}
+    trainer = make(model_folder, tmp_path, GRPOTrainer, rollout_func=sampled_by_another(at()), args=neutral | {"temperature": 0.7})
+    assert check_correction(trainer, TOKENS) is not None
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=8, max_size=8), st.sampled_from(["group", "batch", "none"]))

@@ -21,6 +21,23 @@ from sluice.errors import ConfigError, TrainerError
 
 TRL_EPS: Final = 1e-4  # that TRL adds to a standard deviation
 
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "top_p": (None, 1.0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "min_tokens": (None, 0),
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+    "vllm_structured_outputs_regex": (None,),
+}
+"""What cuts or bends the distribution that is drawn from (by the names of TRL and vLLM), and the values with which it does not."""
+
 _FORWARD: Final = (  # what a forward pass of a model with images needs, by TRL's names
     "pixel_values",
     "image_grid_thw",
@@ -50,13 +67,12 @@ def check_correction(trainer: Any, given: TrainInferCorrectionConfig | Mapping[s
             "train_infer_correction: expected vllm_importance_sampling_correction=False beside it, got True - TRL would correct the same "
             "divergence a second time"
         )
-    cuts = {"top_p": trainer.top_p not in (None, 1.0), "top_k": bool(trainer.top_k and trainer.top_k > 0), "min_p": bool(trainer.min_p)}
-    for name, is_cut in cuts.items():
-        if trainer.use_vllm and is_cut:
-            raise ConfigError(
-                f"train_infer_correction: expected log-probs of the whole vocabulary, but {name} is {getattr(trainer, name)} - the sampler "
-                "then reports those of what it left; leave one of them out"
-            )
+    name, value = next(iter(_bent(trainer)), ("", None))
+    if name:
+        raise ConfigError(
+            f"train_infer_correction: expected log-probs of the whole vocabulary at the temperature of the trainer, but {name} is "
+            f"{value!r} - the sampler draws from another distribution and reports that one; leave one of them out"
+        )
     if not config.weight.detach:
         raise ConfigError("train_infer_correction.is_weight.detach: expected true, got false - TRL's weights are fixed before its loss")
     if config.baseline == "survivors" and trainer.multi_objective_aggregation != "sum_then_normalize":
@@ -67,6 +83,17 @@ def check_correction(trainer: Any, given: TrainInferCorrectionConfig | Mapping[s
     return config
 
 
+def _bent(trainer: Any) -> list[tuple[str, Any]]:
+    """The settings by which the sampler draws from another distribution than that of the trainer's log-probs."""
+    own = {name: getattr(trainer, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    own["vllm_structured_outputs_regex"] = trainer.args.vllm_structured_outputs_regex
+    given = own | dict(trainer.args.generation_kwargs or {})
+    found = [(name, given[name]) for name, neutral in NEUTRAL.items() if name in given and given[name] not in neutral]
+    if given.get("temperature") not in (None, trainer.temperature):
+        found.append(("temperature", given["temperature"]))
+    return found
+
+
 def correct(
     trainer: Any, output: dict[str, Any], config: TrainInferCorrectionConfig, rewards: Sequence[float]
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -75,17 +102,16 @@ def correct(
     Returns which rows of this process are rejected whole [B], and the metrics, of all processes. Raises `TrainerError` for a batch without
     the sampler's log-probs.
     """
-    inference = output.get("sampling_per_token_logps")
-    if inference is None:
+    inference, mask = output.get("sampling_per_token_logps"), loss_mask(output)
+    if inference is None or (mask.any() and inference[mask].isnan().all()):
         raise TrainerError(
             "train_infer_correction: expected the sampler's log-prob of every sampled token, got none - return them as logprobs from the "
             "rollout function"
         )
-    mask = loss_mask(output)
     old = output.get("old_per_token_logps")
     if old is None:
         old = _old_logprobs(trainer, output)
-    weight, kept, found = compute_train_infer_correction(config, mask, old, inference)
+    weight, kept, found = compute_train_infer_correction(config, mask, old.float(), inference.float())
     is_rejected = mask.any(dim=1) & ~(mask & kept).any(dim=1)
     output["tool_mask"] = output.get("tool_mask", torch.ones_like(output["completion_mask"])) * kept
     if config.baseline == "survivors":

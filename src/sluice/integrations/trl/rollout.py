@@ -24,7 +24,7 @@ from sluice.errors import ConfigError
 from sluice.integrations.trl.rows import Generated, Row, join_rows, split_rows
 from sluice.integrations.trl.sampler import BatchSampler, Chosen, Watch, logger
 from sluice.integrations.trl.settings import DynamicSampling
-from sluice.integrations.trl.trainer import STATE_FILE, TOKEN_MEANS, check_settings, load_state, save_state, score, tell
+from sluice.integrations.trl.trainer import STATE_FILE, TOKEN_MEANS, check_settings, checked, load_state, save_state, score, tell
 
 REWARDS: Final = "sluice_rewards"
 """The column in which rewards are handed on: one list per row, by reward function; None where a function gave none."""
@@ -138,7 +138,7 @@ class _Inside:
         """See `Backend`."""
         trainer, rollout = self._trainer, self._rollout
         prompts = [row["prompt"] for row in inputs]
-        with _as_trl_would(trainer, rollout._rollout_func, rollout._functions):
+        with _as_trl_would(trainer, checked(rollout._rollout_func), rollout._functions):
             made = Generated(*trainer._generate(prompts))
             rows = split_rows(inputs, prompts, made)
             return rows, score(trainer, inputs, prompts, made, rows, rollout.rollout_watch)

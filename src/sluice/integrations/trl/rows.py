@@ -52,14 +52,15 @@ class Row:
 def split_rows(inputs: Sequence[dict[str, Any]], prompts: Sequence[Any], made: Generated) -> list[Row]:
     """One record per row of a generation. The extra fields are merged into the rows of the data, as TRL does for its reward functions.
 
-    Raises `TrainerError` when the generation has another number of rows than was asked for.
+    Raises `TrainerError` when the generation has another number of rows than was asked for, or a row columns of different lengths: TRL
+    would fill the shorter ones up, log-probs with 0 and masks with 1.
     """
     for name in ("prompt_ids", "completion_ids", "completions"):
-        if len(getattr(made, name)) != len(inputs):
-            raise TrainerError(
-                f"expected {len(inputs)} rows of {name} from the generation, one for each prompt it was given, got "
-                f"{len(getattr(made, name))} - a rollout function answers for exactly its prompts, in their order"
-            )
+        _require_rows(name, getattr(made, name), len(inputs))
+    for name, columns in (("one log-prob", made.logprobs), ("one entry of env_mask", made.tool_mask)):
+        if columns is not None:
+            _require_rows("logprobs" if columns is made.logprobs else "env_mask", columns, len(inputs))
+            _require_lengths(name, columns, made.completion_ids)
     rows = []
     for index, (entry, prompt) in enumerate(zip(inputs, prompts, strict=True)):
         for key, values in made.extra_fields.items():
@@ -81,6 +82,41 @@ def split_rows(inputs: Sequence[dict[str, Any]], prompts: Sequence[Any], made: G
             )
         )
     return rows
+
+
+def require_answer(prompts: Sequence[Any], answer: Any) -> None:
+    """Raise `TrainerError` for an answer of a rollout function that TRL would stumble over without saying so."""
+    if not isinstance(answer, Mapping):
+        raise TrainerError(
+            f"expected a mapping with prompt_ids, completion_ids and logprobs from the rollout function, got {type(answer).__name__} - "
+            "return one row of each for every prompt"
+        )
+    for name in ("prompt_ids", "completion_ids", "env_mask"):
+        if answer.get(name) is not None:
+            _require_rows(name, answer[name], len(prompts))
+    for row, ids in enumerate(answer.get("completion_ids") or ()):
+        if not len(ids):
+            raise TrainerError(
+                f"row {row}: expected at least one token, got none - a completion that ended at once holds its end token, with its log-prob"
+            )
+
+
+def _require_rows(name: str, values: Sequence[Any], rows: int) -> None:
+    if len(values) != rows:
+        raise TrainerError(
+            f"expected {rows} rows of {name} from the generation, one for each prompt it was given, got {len(values)} - a rollout function "
+            "answers for exactly its prompts, in their order"
+        )
+
+
+def _require_lengths(what: str, columns: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> None:
+    for row, (values, ids) in enumerate(zip(columns, completion_ids, strict=True)):
+        got = None if values is None else len(values)
+        if got != len(ids):
+            raise TrainerError(
+                f"row {row}: expected {what} for each of its {len(ids)} tokens, got {got} - append and trim in every column alike: "
+                "a token that was not sampled has a log-prob of 0 and is left out by env_mask"
+            )
 
 
 def join_rows(rows: Sequence[Row]) -> Generated:

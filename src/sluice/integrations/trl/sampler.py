@@ -169,6 +169,16 @@ class BatchSampler:
         summed: list[float] = totals.tolist()
         return summed
 
+    def has_spread(self, rows: Sequence[Row]) -> list[bool]:
+        """Whether the group of each row has any spread in what TRL makes advantages of: in exact terms, not in rounded means."""
+        values = torch.tensor([row.rewards for row in rows], dtype=torch.float32).reshape(len(rows), len(self._names))
+        if self._trainer.multi_objective_aggregation == "sum_then_normalize":
+            values = torch.tensor(self.total(rows), dtype=torch.float32).unsqueeze(1)
+        groups = values.reshape(-1, self.group_size, values.shape[1])
+        most, least = groups.nan_to_num(-torch.inf).amax(1), groups.nan_to_num(torch.inf).amin(1)
+        spread: list[bool] = (most > least).any(1).repeat_interleave(self.group_size).tolist()
+        return spread
+
     def _choose(self, filled: Filled, rows: int) -> list[Row]:
         """The rows of the batch, group by group; what is missing is filled up with neutral rows."""
         chosen: list[Row] = []
@@ -248,6 +258,8 @@ class BatchSampler:
         rollouts = []
         for launch, row, reward in zip(launches, rows, totals, strict=True):
             self._rows[launch.attempt_id] = row
+            if not math.isfinite(reward):  # to TRL as to the machine it has none, and is outside of its group's statistics
+                row.rewards = (math.nan,) * len(row.rewards)
             rollouts.append(self._rollout(launch, row, reward))
         return rollouts
 
@@ -262,7 +274,7 @@ class BatchSampler:
             tokens=row.sampled_tokens,
             text=text_of(row.completion),
             finish_reason="length" if is_truncated else "stop",
-            detail="no reward function gave a number",
+            detail="no reward function gave a number" if math.isnan(reward) else f"the reward functions gave {reward}",
         )
         return rollout_of(
             member,

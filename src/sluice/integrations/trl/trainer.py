@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.errors import ConfigError, RecordError, TrainerError
 from sluice.integrations.trl.correction import check_correction, correct, loss_mask
-from sluice.integrations.trl.rows import Generated, Row, join_rows, split_rows
+from sluice.integrations.trl.rows import Generated, Row, join_rows, require_answer, split_rows
 from sluice.integrations.trl.sampler import BatchSampler, Chosen, Watch, logger
 from sluice.integrations.trl.settings import DynamicSampling
 from sluice.records.checkpoints import decode, encode
@@ -91,10 +92,16 @@ class DynamicSamplingMixin:
     def _generate(self, prompts: list[Any]) -> Any:
         if self._replayed is not None:
             return self._replayed.generated
-        made = super()._generate(prompts)  # type: ignore[misc]
-        if self._capturing:
-            raise _Captured(prompts, made)
-        return made
+        if not self._capturing:
+            return super()._generate(prompts)  # type: ignore[misc]
+        trainer: Any = self
+        rollout_func = trainer.rollout_func
+        trainer.rollout_func = checked(rollout_func)
+        try:
+            made = super()._generate(prompts)  # type: ignore[misc]
+        finally:
+            trainer.rollout_func = rollout_func
+        raise _Captured(prompts, made)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         if self._replayed is not None:
@@ -123,6 +130,9 @@ class DynamicSamplingMixin:
         """Rows that only fill a place, and what the correction rejects, leave the loss and whatever it is divided by."""
         trainer: Any = self
         gather, device = trainer.accelerator.gather, output["completion_mask"].device
+        start = trainer.accelerator.process_index * len(rows)
+        has_spread = torch.tensor(self.batch_sampler.has_spread(chosen.rows)[start : start + len(rows)], device=device)
+        output["advantages"] = output["advantages"].masked_fill(~has_spread, 0.0)  # float32 may round off a mean of equals
         if chosen.neutral_rows:
             is_real = torch.tensor([not row.is_neutral for row in rows], device=device).unsqueeze(1)
             output["tool_mask"] = output.get("tool_mask", torch.ones_like(output["completion_mask"])) * is_real
@@ -216,6 +226,20 @@ class _Capture:
         finally:
             trainer._capturing = False
         return rows, score(trainer, inputs, prompts, made, rows, trainer.rollout_watch)
+
+
+def checked(rollout_func: Any) -> Any:
+    """A rollout function of which every answer is looked at; None: there is none."""
+    if rollout_func is None:
+        return None
+
+    @wraps(rollout_func)
+    def asked(prompts: list[Any], trainer: Any) -> Any:
+        answer = rollout_func(prompts, trainer)
+        require_answer(prompts, answer)
+        return answer
+
+    return asked
 
 
 def tell(trainer: Any, chosen: Chosen) -> None:
