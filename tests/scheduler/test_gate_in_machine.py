@@ -431,6 +431,7 @@ def test_a_batch_of_which_every_group_was_cut_is_filled_again_and_three_in_a_row
     assert "3 batches in a row kept nothing" in message
     assert "low_information/converged_prefix 6" in message
     assert "gate.threshold" in message
+    assert "loosen the filter" not in message  # no filter dropped anything
 
 
 @pytest.mark.parametrize("collect", ["as_finished", "in_order"])
@@ -617,7 +618,8 @@ def test_whenever_a_checkpoint_is_taken_every_place_is_kept_or_closed(
             player = gone_on(player, on_cut="drop")
             player.want(groups)
             if is_delivered:
-                assert player.trained() == trained
+                # by number: a group that was launched earlier and accepted since may take the place of a later one
+                assert [len(batch) for batch in player.trained()] == [len(batch) for batch in trained]
             else:
                 assert player.scheduler.filling == before
             delivered = 0
@@ -702,6 +704,25 @@ def test_a_stopped_group_leaves_nothing_behind() -> None:
     for attempt_id, reward in zip(player.members(1), (0.0, 1.0, 0.0, 1.0), strict=True):
         player.end(attempt_id, reward=reward)
     assert player.trained() == [[1]]
+
+
+def test_answers_that_cross_with_the_cancel_of_their_group_are_settled_once_and_no_row() -> None:
+    """Case 144: two of four members end before the shell has carried out the cancel, which then finds nothing to do."""
+    player = Gated.make(make_gate(k=3, group_size=4), group_size=4)
+    player.hold_acks = True
+    player.want(1)
+    first = player.members(0)
+    converge(player, 0, steps=3)
+    answers = [player.end(attempt_id, reward=1.0) for attempt_id in first[:2]]
+    player.acknowledge_all()
+    for answer in answers:
+        player.tell(ev.MemberFinished(rollout=answer))
+    ledger = player.scheduler.ledger
+    assert (ledger.attempts["cut"], ledger.groups["cut"], ledger.late_results) == (4, 1, 2)
+    record = player.record_of(0)
+    assert (record.outcome, record.attempts, set(record.rewards)) == ("cut", 4, {None})
+    assert ledger.tokens["cut"] == record.sampled_tokens
+    assert player.open_group_ids() == [1]
 
 
 def test_what_the_keeper_of_members_warns_of_is_shown() -> None:

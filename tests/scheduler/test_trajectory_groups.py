@@ -806,7 +806,11 @@ def test_case_70_of_two_tries_at_a_member_only_the_second_counts_and_the_late_on
 
 
 def test_case_72_the_bias_to_short_trajectories_shows_and_in_order_there_is_none():
-    """Case 72: of 16 launched half are short with reward 1, half long with reward 0, and 8 make a batch: unbiased its mean is 0.5."""
+    """Case 72: of 16 launched half are short with reward 1, half long with reward 0, and 8 make a batch: unbiased its mean is 0.5.
+
+    Mean reward and length of what was launched show it once all of them have ended: over both batches, and in run.db at any time.
+    """
+    launched = {}
     kept: dict[str, list[float]] = {}
     for collect in ("as_finished", "in_order"):
         player = Trajectories.of(16, query=NO_FILTER, group_size=1, collect=collect, async_generation_ratio=1.0)
@@ -821,7 +825,9 @@ def test_case_72_the_bias_to_short_trajectories_shows_and_in_order_there_is_none
         steps = [float(np.mean([group.rollouts[0].env_steps for group in batch.groups])) for batch in player.batches]
         assert steps == ([10.0, 100.0] if collect == "as_finished" else [55.0, 55.0])
         kept[collect] = [float(np.mean([group.rewards for group in batch.groups])) for batch in player.batches]
+        launched[collect] = [told["reward/launched_mean"] for told in player.metrics if "reward/launched_mean" in told]
     assert kept == {"as_finished": [1.0, 0.0], "in_order": [0.5, 0.5]}  # what finished late is trained later, and not lost
+    assert launched["as_finished"] == [1.0, 0.0]
 
 
 def test_case_72_what_redundancy_costs_is_counted():

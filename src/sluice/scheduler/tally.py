@@ -172,7 +172,8 @@ class Tally:
         """What to change, by what dropped the groups."""
         advice = []
         reasons = {reason for _, reason in self.reasons}
-        if "low_information" in {category for category, _ in self.reasons}:
+        uninformative = sum(count for (category, _), count in self.reasons.items() if category == "low_information")
+        if uninformative > self.cut:  # a filter dropped some
             advice.append("loosen the filter that drops most, or choose easier or harder prompts")
         if self.cut:
             advice.append("let the gate cut less (gate.threshold, gate.floor), or set gate.shadow to see what it would cut")
