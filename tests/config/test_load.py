@@ -266,6 +266,14 @@ def test_a_key_of_another_section_is_shown_its_place(tmp_path: Path) -> None:
         parse_config(smallest(verifier={}))
 
 
+@pytest.mark.parametrize("key", ["engine__top_p", "engine__top_k", "engine__min_p", "top_p", "engine__repetition_penalty"])
+def test_a_cut_of_the_distribution_is_refused_with_its_reason(key: str) -> None:
+    told = rf"{key.replace('__', '.')}: unknown key - .*whole vocabulary.* the trainer computes; delete it"
+    for make in (smallest, agentic):
+        with pytest.raises(ConfigError, match=told):
+            parse_config(make(**{key: 0.9}))
+
+
 def test_a_key_near_to_nothing_is_shown_all_valid_ones() -> None:
     with pytest.raises(ConfigError, match="reward_pool.zebra: unknown key - valid keys: workers"):
         parse_config(smallest(reward_pool__zebra=1))

@@ -272,6 +272,12 @@ def test_case_111_log_probs_of_trimmed_tokens_are_refused() -> None:
         samples_from_batch(batch(group(3, [(turn([7], [2, 3, 4], [-1.0] * 4),)], [1.0])))
 
 
+def test_an_engine_without_log_probs_is_told_so() -> None:
+    silent = dataclasses.replace(turn([7], [2, 3, 4]), inference_logprobs=None)  # type: ignore[arg-type]
+    with pytest.raises(TrainerError, match="expected one inference log-prob per sampled token, got none for 3"):
+        samples_from_batch(batch(group(0, [(silent,)], [1.0])))
+
+
 def test_case_119_rows_of_unequal_length_are_refused() -> None:
     with pytest.raises(TrainerError, match="got 3 for 4"):
         samples_from_batch(batch(group(0, [(turn([7], [2, 3, 4, 5], [math.log(p) for p in (0.1, 0.5, 0.8)]),)], [1.0])))

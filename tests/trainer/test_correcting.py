@@ -266,6 +266,16 @@ def test_case_113_tokens_without_a_number_are_counted_in_every_mode_and_train_as
             assert ours["actor/train_infer_nan_tokens"] == ours["actor/nan_logprobs"]
 
 
+def test_case_113_a_batch_without_a_single_inference_log_prob_is_no_batch_to_correct(model_folder: Path, tmp_path: Path) -> None:
+    """Every ratio would be 1: a correction that is switched on and does nothing."""
+
+    def make(engine: FakeEngine, call: int) -> Batch:
+        return with_turns(engine.batch(), lambda turn: replace(turn, inference_logprobs=np.full(len(turn.token_ids), np.nan, np.float32)))
+
+    with pytest.raises(TrainerError, match="expected the engine's log-prob of every sampled token, got none"):
+        corrected_run(model_folder, tmp_path, make, {"presets": ["icepop"]}).train()
+
+
 def test_rows_with_an_infinite_log_prob_leave_the_loss_and_nothing_leaks(model_folder: Path, tmp_path: Path) -> None:
     run = corrected_run(model_folder, tmp_path, spoilt(float("-inf")), {"presets": ["token_tis"]}).train()
     for _, metrics in run.steps:

@@ -26,6 +26,9 @@ _NOT_EMPTY = ", at least one"
 
 _NO_OTHERS: Mapping[str, type[BaseModel]] = types.MappingProxyType({})
 
+_BENDING = frozenset(("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"))
+"""Settings of other samplers that are not offered: by them other probabilities would be sampled from than the trainer computes."""
+
 _TRUTH_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # booleans in YAML 1.1
 
 
@@ -104,6 +107,12 @@ def _problem(
     model: type[BaseModel], fault: ErrorDetails, path: KeyPath, data: Mapping[str, Any], pipelines: Mapping[str, type[BaseModel]]
 ) -> Problem:
     came = fault["input"]
+    if fault["type"] == "extra_forbidden" and path[-1] in _BENDING:
+        return Problem(
+            path=path,
+            message="unknown key - tokens are sampled from the whole vocabulary: log-probs of a distribution that is cut or bent are not "
+            "those that the trainer computes; delete it",
+        )
     if fault["type"] == "extra_forbidden":
         owner = next((name for name, other in pipelines.items() if _field_at(other, path) is not None), None)
         return Problem(path=path, message=f"unknown key{_instead(model, path)}" if owner is None else _foreign(model, path, owner))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sluice.advantage import group_relative, leave_one_out
 from sluice.config.models import AdvantageConfig
 from sluice.errors import TrainerError
-from sluice.types import Batch, Group, Mask, Rollout, Sample, TokenIds
+from sluice.types import Batch, Group, Logprobs, Mask, Rollout, Sample, TokenIds
 
 NOT_SAMPLED: Final = -1  # version of a token that the policy did not sample
 
@@ -57,9 +57,11 @@ def _sample(group: Group, rollout: Rollout, is_counted: bool, stale_tokens: Stal
     sampled: list[npt.NDArray[Any]] = []
     logprobs: list[npt.NDArray[Any]] = []
     for index, turn in enumerate(rollout.turns):
-        if len(turn.token_ids) != len(turn.inference_logprobs):
+        given: Logprobs | None = turn.inference_logprobs
+        count = "none" if given is None else len(given)
+        if count != len(turn.token_ids):
             raise TrainerError(
-                f"{where}, turn {index}: expected one inference log-prob per sampled token, got {len(turn.inference_logprobs)} for "
+                f"{where}, turn {index}: expected one inference log-prob per sampled token, got {count} for "
                 f"{len(turn.token_ids)} - let the engine trim or extend both together; tokens that it did not sample belong into the "
                 "prompt_ids of the next turn"
             )

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from sluice.config.correction import TrainInferCorrectionConfig
 from sluice.correction import CorrectionMetrics, compute_train_infer_correction
+from sluice.errors import TrainerError
 from sluice.types import Sample
 
 
@@ -35,16 +37,19 @@ def correct(samples: Sequence[Sample], micro_batches: Sequence[dict[str, Any]], 
         micro_batches: its rows that train, with `rows` (which samples they are; neutral rows may follow), `tool_mask`,
             `old_per_token_logps` and `sampling_per_token_logps` [B, C]. Not changed.
         config: what leaves the loss, and what is weighted.
+
+    Raises:
+        TrainerError: the engine reported not a single log-prob: every ratio would be 1, whatever the divergence.
     """
     corrected = list(samples)
     kept: list[dict[str, Any]] = []
     parts: list[CorrectionMetrics] = []
     for tensors in micro_batches:
         mask = tensors["tool_mask"].bool()
-        is_weight, filter_mask, metrics = compute_train_infer_correction(
+        is_weight, filter_mask, found = compute_train_infer_correction(
             config, mask, tensors["old_per_token_logps"].float(), tensors["sampling_per_token_logps"].float()
         )
-        parts.append(metrics)
+        parts.append(found)
         mask &= filter_mask
         for row, loss_mask in zip(tensors["rows"], mask.cpu().numpy(), strict=False):
             sample = samples[row]
@@ -55,7 +60,14 @@ def correct(samples: Sequence[Sample], micro_batches: Sequence[dict[str, Any]], 
                 is_counted=sample.is_counted and not (is_rejected and config.baseline == "survivors"),
             )
         kept += _rows_of(tensors | {"tool_mask": mask.to(tensors["tool_mask"].dtype), "is_weight": is_weight}, mask.any(1))
-    return Corrected(samples=corrected, micro_batches=kept, metrics=dict(CorrectionMetrics.merge(parts)) if parts else {})
+    metrics = dict(CorrectionMetrics.merge(parts)) if parts else {}
+    tokens = sum([int(np.count_nonzero(sample.loss_mask)) for sample in samples])
+    if tokens and metrics.get("actor/train_infer_nan_tokens") == tokens:
+        raise TrainerError(
+            f"train_infer_correction: expected the engine's log-prob of every sampled token, got none in a batch of {tokens} tokens - use "
+            "an engine that reports them, or leave the correction out"
+        )
+    return Corrected(samples=corrected, micro_batches=kept, metrics=metrics)
 
 
 def side_by_side(micro_batches: Sequence[dict[str, Any]]) -> tuple[Any, Any, Any]:
