@@ -51,6 +51,7 @@ def recipe_checks(config: AnyConfig) -> Iterator[Check]:
 def _rlvr_questions(config: RlvrConfig) -> Iterator[tuple[str, Question]]:
     yield "filters", lambda: _check_filters(config)
     yield "verifiers", lambda: _check_verifiers(config)
+    yield "correction", lambda: _check_correction(config)
     yield "model", lambda: _check_model(config)
     yield "tasks", lambda: _check_tasks(config)
     yield "dry run", lambda: _check_dry_run(config)
@@ -64,6 +65,7 @@ def _agentic_questions(config: AgenticConfig) -> Iterator[tuple[str, Question]]:
     yield "evaluation", agentic.evaluation
     yield "group filter", agentic.group_filters
     yield "gate", agentic.gate
+    yield "correction", lambda: _check_correction(config)
     yield "model", lambda: _check_model(config)
     yield "dialogue", lambda: agentic.dialogue(_tokenizer(config))
     yield "dry run", lambda: _check_agentic_dry_run(config)
@@ -90,6 +92,23 @@ def _check_verifiers(config: RlvrConfig) -> Iterator[Check]:
             else "without time limit"
         )
         yield ok("verifiers", f"{domain}: {reward.verifier.type}, {limit}")
+
+
+def _check_correction(config: AnyConfig) -> Iterator[Check]:
+    correction = config.train_infer_correction
+    if correction is None:
+        return
+    weight = [f"weight by {correction.weight.weight_type}"] if correction.weight.enabled else []
+    filters = [f"filter by {chosen.agg_type}" for chosen in correction.enabled_filters]
+    yield ok("correction", ", ".join(weight + filters) or "only measures, nothing is enabled")
+    parts = {"is_weight": correction.is_weight} | {f"filters.{index}": chosen for index, chosen in enumerate(correction.filters)}
+    for name, part in parts.items():
+        if part.model_fields_set and "enabled" not in part.model_fields_set:
+            yield warning(
+                "correction",
+                f"train_infer_correction.{name} has settings and does nothing, since it is not enabled",
+                "write enabled: true, or enabled: false to keep it for later",
+            )
 
 
 def _check_model(config: AnyConfig) -> Iterator[Check]:
