@@ -206,7 +206,7 @@ def test_case_49_rows_of_one_rollout_agree_on_what_is_judged() -> None:
     settings = {"rollout_id": "rollout", "query_filter": ACC}
     columns = rollouts | {"acc": [1, 1, 0]}
     assert verdicts(["a"] * 3, [0.5, 0.0, 0.0], columns=columns, **settings) == [("a", "kept")]  # scores of rows are not read
-    with pytest.raises(FilterError, match="a rollout has one reward"):
+    with pytest.raises(FilterError, match=r"a rollout has one reward: name the column that holds it as the filter's metric"):
         verdicts(["a"] * 3, [0.0] * 3, columns=rollouts | {"acc": [1, 0, 0]}, **settings)
 
 

@@ -146,7 +146,8 @@ class GroupFilter:
         try:
             folded = [fold_rows(values, ids, uids) for values in judged]  # all of them, since each may disagree
         except ValueError as error:
-            raise FilterError(f"{self.rollout_id}: {error}") from error
+            message = str(error).replace("give it in rollout_rewards", "name the column that holds it as the filter's metric")
+            raise FilterError(f"{self.rollout_id}: {message}") from error
         first: dict[int, int] = {}
         return [first.setdefault(int(rollout), row) for row, rollout in enumerate(folded[0].rollout_of_row)]
 
