@@ -140,6 +140,37 @@ def test_a_member_of_a_cut_group_is_not_waited_for() -> None:
     assert machine.ledger.tokens["cut"] == 4
 
 
+def test_a_member_that_ends_by_itself_may_be_what_the_decision_waited_for() -> None:
+    machine = Scheduler(
+        SchedulerConfig(group_size=3, max_resample_rounds=1, on_exhausted="shrink"),
+        make_filters(FilterConfig(type="no_filter"), group_size=3),
+        gate=MachineGate(GateKeeper(Gate(k=2, threshold=0.5), group_size=3, audit_rate=0.0)),
+    )
+    seen: list[list[bool]] = []
+
+    def sample(launches: Sequence[ev.LaunchMember]) -> list[Rollout]:
+        for start in range(0, len(launches), 3):
+            *others, early = [launch.attempt_id for launch in launches[start : start + 3]]
+            action = "same" if start == 0 else ""
+            for attempt_id in others:
+                for step in (1, 2):
+                    player.stepped(attempt_id, step, action or f"{attempt_id}", "")
+            player.stepped(early, 1, action or "other", "")
+            before = [player.is_cut(launch.attempt_id) for launch in launches[start : start + 3]]
+            player.ended(early)
+            player.ended(early)  # once is enough, and twice does no harm
+            seen.extend([before, [player.is_cut(launch.attempt_id) for launch in launches[start : start + 3]]])
+        return [make_rollout(launch, 1.0) for launch in launches]
+
+    player = RoundPlayer(machine, Prompts(make=lambda index: make_task(f"t{index}")), sample, lambda _: None)
+    filled = player.fill(2)
+    assert seen == [[False] * 3, [True] * 3, [False] * 3, [False] * 3]
+    assert [group.task.task_id for group in filled.batch.groups] == ["t1"]
+    player.ended(0)  # of a round that is over: nobody is there to be told
+    with pytest.raises(SchedulerBug, match="attempt 99 ended, but was never launched"):
+        player.ended(99)
+
+
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(SchedulerBug, match="async_generation_ratio 0"):
         player_of([1.0], async_generation_ratio=1.0)

@@ -94,10 +94,7 @@ class RoundPlayer:
 
     def ended(self, attempt_id: int) -> None:
         """While a round is sampled: an attempt of it ended by itself. What it earned is told with the others, at the end of the round."""
-        gate, group = self.machine.gate, self.machine._running.get(attempt_id)
-        if gate is not None and gate.groups is not None and group is not None and attempt_id not in self._cut:
-            key = (group.task.task_id, group.epoch)
-            gate.groups.member_ended(key, group.slots.index(attempt_id), None, True, is_replaced=False)
+        self._tell(ev.MemberEnded(attempt_id=attempt_id))
 
     def is_cut(self, attempt_id: int) -> bool:
         """While a round is sampled: whether nobody waits for an attempt of it any more."""

@@ -53,6 +53,14 @@ class MemberStepped(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberEnded:
+    """The trajectory of an attempt ended by itself, and what it earned is told later, by `MemberFinished`: for players that score whole
+    rounds. The gate need not wait for it any more. Where an end is told with its reward there is no need of this."""
+
+    attempt_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFinished:
     """An attempt delivered a rollout, scored (`reward`) or with the reason why it has no reward (`failure`)."""
 
@@ -144,6 +152,7 @@ Event = (
     | TaskDrawn
     | TasksExhausted
     | MemberStepped
+    | MemberEnded
     | MemberFinished
     | MemberFailed
     | MemberCancelled

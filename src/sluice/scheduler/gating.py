@@ -215,6 +215,12 @@ class MachineGate:
         return self.members.member_ended(key, place, reward, is_comparable, env_steps=rollout.env_steps)
 
     @_timed
+    def ended(self, group: OpenGroup, place: int) -> None:
+        """A member ended by itself; its reward is told when it has been scored."""
+        if self.groups is not None:
+            self.groups.member_ended(_key(group), place, None, True, is_replaced=False)
+
+    @_timed
     def lost(self, group: OpenGroup, place: int, *, is_replaced: bool) -> None:
         """A member failed, was rejected or begins anew; is_replaced: another one runs in its stead, here or in another place."""
         key = _key(group)

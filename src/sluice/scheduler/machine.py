@@ -53,6 +53,7 @@ class Scheduler(Batches):
             ev.TaskDrawn: self._task_drawn,
             ev.TasksExhausted: self._tasks_exhausted,
             ev.MemberStepped: self._member_stepped,
+            ev.MemberEnded: self._member_ended,
             ev.MemberFinished: self._member_finished,
             ev.MemberFailed: self._member_failed,
             ev.MemberCancelled: self._member_cancelled,

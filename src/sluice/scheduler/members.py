@@ -62,6 +62,16 @@ class Members(Cutting):
         if self.gate is not None and event.attempt_id not in self._detached:
             self._ask_gate(group, event, now, out)
 
+    def _member_ended(self, event: ev.MemberEnded, now: float, out: list[ev.Instruction]) -> None:
+        group = self._running.get(event.attempt_id)
+        if group is None:
+            if not 0 <= event.attempt_id < self._next_attempt:
+                raise SchedulerBug(f"attempt {event.attempt_id} ended, but was never launched (the last one is {self._next_attempt - 1})")
+            return
+        if self.gate is not None and event.attempt_id not in self._detached and not group.closed:
+            self.gate.ended(group, group.slots.index(event.attempt_id))
+            self._ask_gate_again(group, now, out)
+
     def _member_finished(self, event: ev.MemberFinished, now: float, out: list[ev.Instruction]) -> None:
         rollout = event.rollout
         attempt_id = rollout.attempt_id
