@@ -297,6 +297,13 @@ def test_the_gate_is_told_in_words(gate: dict[str, Any], status: str, text: str)
     assert told(agentic_questions.gate()) == [(status, text)]
 
 
+def test_where_nobody_knows_the_horizon_it_is_told_what_that_costs() -> None:
+    ((status, text),) = told(AgenticQuestions(config_of(environment__type=f"{HERE}.Silent", gate={"k": 1, "threshold": 0.2})).gate())
+    assert status == "ok"
+    assert text.startswith("groups are looked at after 1 environment step: prefix_edit_distance_mean < 0.2; ")
+    assert "savings are not counted: set dialogue.max_turns" in text
+
+
 def test_a_barrier_is_told() -> None:
     gate = {"k": 5, "threshold": 0.2, "barrier": True}
     ((status, text),) = told(AgenticQuestions(config_of(gate=gate, train_env_manager__num_env_groups=8)).gate())

@@ -84,7 +84,7 @@ class AgenticQuestions:
 
     def _gate_of_groups(self, gate: GateConfig, horizon: int | None, inputs: Collection[str]) -> Check:
         """inputs: what a learned rule must be told at every step."""
-        at = "after several environment steps" if gate.k is None else f"after {gate.k} environment steps"
+        at = "after several environment steps" if gate.k is None else f"after {gate.k} environment step{'s' if gate.k != 1 else ''}"
         rule = f"{gate.signal} < {gate.threshold:g}" if gate.rule is None else str(gate.rule["type"])
         rule = rule if gate.model is None else f"the learned rule {gate.model.name}, floor {gate.floor:g}"
         then = "nothing is cut (shadow)" if gate.shadow else f"a cut group is {'replaced' if gate.on_cut == 'replace' else 'left out'}"
@@ -93,6 +93,8 @@ class AgenticQuestions:
         of = "" if horizon is None else f" of at most {horizon}"
         waits = ", where members wait for it" if gate.barrier else ""
         told = f"groups are looked at {at}{of}{waits}: {rule}; {then}{audits}{held}"
+        if horizon is None:
+            told += "\nhow many steps a trajectory may take is not known, so that savings are not counted: set dialogue.max_turns"
         info = None if self._first is None else self._first.info
         if info is not None:
             says = {"is_admissible": info.admissible_commands, "progress": info.progress}
