@@ -87,6 +87,26 @@ def test_log_probs_of_any_library_are_corrected_alike(model_folder: Path, tmp_pa
     assert torch.equal(plain.seen.outputs[0]["tool_mask"], other.seen.outputs[0]["tool_mask"])
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["trainer", "rollout"])
+def test_case_53_a_group_of_different_problems_is_told_once(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool
+) -> None:
+    """An environment that counts instead of taking the prompt gives every member another problem."""
+
+    def trained(output: str, **columns: Callable[[int], Any]) -> int:
+        caplog.clear()
+        rollout: Any = answering(**columns)
+        trainer: dict[str, Any] = {"reward_funcs": scored, "rollout_func": rollout}
+        if inside:
+            dynamic = DynamicRollout(scored, rollout_func=rollout)
+            trainer = {"reward_funcs": dynamic.reward_funcs, "rollout_func": dynamic, "cls": GRPOTrainer}
+        run(model_folder, tmp_path / output, args={"max_steps": 2}, **trainer)
+        return caplog.text.count("different prompts in one group")
+
+    assert trained("same") == 0
+    assert trained("other", prompt_ids=lambda rows: [[2, 3 + row % 2] for row in range(rows)]) == 1
+
+
 @pytest.mark.parametrize("nothing", [None, math.nan])
 def test_case_113_a_batch_without_a_single_log_prob_is_no_batch_to_correct(model_folder: Path, tmp_path: Path, nothing: Any) -> None:
     columns = {"logprobs": lambda rows: [[nothing] * 3] * rows}

@@ -132,6 +132,7 @@ class BatchSampler:
         self._rows: dict[int, Row] = {}  # of the batch being filled, by attempt
         self._padding_tokens = 0  # sampled so that every process had its share of a round
         self.watch = Watch()
+        self._told_of_problems = False
 
     # ---------------------------------------------------------------- a batch
 
@@ -254,6 +255,7 @@ class BatchSampler:
             row.rewards = tuple(by_function)
         self._padding_tokens += sum([row.sampled_tokens for row in rows[len(launches) :]])
         rows = rows[: len(launches)]
+        self._check_problems(launches, rows)
         totals = self.total(rows)
         rollouts = []
         for launch, row, reward in zip(launches, rows, totals, strict=True):
@@ -262,6 +264,17 @@ class BatchSampler:
                 row.rewards = (math.nan,) * len(row.rewards)
             rollouts.append(self._rollout(launch, row, reward))
         return rollouts
+
+    def _check_problems(self, launches: Sequence[ev.LaunchMember], rows: Sequence[Row]) -> None:
+        """Say once that members of a group were given different prompts: their rewards are compared, whatever they were earned for."""
+        first: dict[int, Row] = {}
+        for launch, row in zip(launches, rows, strict=True):
+            if not self._told_of_problems and row.prompt_ids != first.setdefault(launch.group_id, row).prompt_ids:
+                self._told_of_problems = True
+                self._warn(
+                    f"different prompts in one group (group {launch.group_id}, prompt {launch.task.prompt[:60]!r}): its members are compared "
+                    "as answers to one problem - make the rollout function or environment draw its problem by the prompt, not anew each time"
+                )
 
     def _rollout(self, launch: ev.LaunchMember, row: Row, reward: float) -> Rollout:
         """A completion as filters and the machine see it."""
