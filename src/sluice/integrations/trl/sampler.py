@@ -272,8 +272,9 @@ class BatchSampler:
             if not self._told_of_problems and row.prompt_ids != first.setdefault(launch.group_id, row).prompt_ids:
                 self._told_of_problems = True
                 self._warn(
-                    f"different prompts in one group (group {launch.group_id}, prompt {launch.task.prompt[:60]!r}): its members are compared "
-                    "as answers to one problem - make the rollout function or environment draw its problem by the prompt, not anew each time"
+                    f"different prompts in one group (group {launch.group_id}, prompt {launch.task.prompt[:60]!r}): its members are "
+                    "compared as answers to one problem - make the rollout function or environment draw its problem by the prompt, not anew "
+                    "each time"
                 )
 
     def _rollout(self, launch: ev.LaunchMember, row: Row, reward: float) -> Rollout:
