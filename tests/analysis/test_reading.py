@@ -135,6 +135,7 @@ def changed(row: int, **cells: Any):
         (changed(1, actions=[["a"], ["b"]]), r"line 2, column actions: expected texts or numbers, got \['a'\]"),
         (changed(1, actions="a, b"), r"line 2, column actions: expected a list in JSON, got 'a, b'"),
         (changed(1, reward=float("nan")), r"line 2, column reward: expected a finite number, got nan"),
+        (changed(1, reward=1e308), r"group group 000: expected rewards up to 1e\+150, got 1e\+308 - "),
         (changed(1, group=None), r"line 2, column group: expected the name of a group, got None"),
         (
             changed(1, member=0, reward=7.0),
@@ -169,6 +170,14 @@ def test_k_must_lie_below_the_horizon(tmp_path: Path) -> None:
     for k in (0, 8, 9):
         with pytest.raises(AnalysisError, match=f"k: expected steps from 1 to 7, below the horizon, got {k}"):
             read_recording([path], ks=[k])
+
+
+def test_steps_that_no_trajectory_takes_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "groups.jsonl", rows_of(some_groups(n=4)))
+    for ks, horizon in ((None, 10**12), ([10**9], 10**12), ([100_001], 200_000)):
+        with pytest.raises(AnalysisError, match=r"k: expected steps up to 100000, got \d+ - "):
+            read_recording([path], ks=ks, horizon=horizon)
+    assert read_recording([path], ks=[20_000], horizon=10**12).recorded.at(20_000).signals["termination_fraction"].tolist() == [1.0] * 4
 
 
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
@@ -352,6 +361,9 @@ def test_a_group_of_features_that_has_ended_is_not_decided_on(tmp_path: Path) ->
         (changed(1, group="group 000"), r"line 2: expected group group 000 once at K = 2, got it again, and different from .* line 1"),
         (changed(1, reward_var=0.9), r"expected the outcome, lengths and task type of this group as at the other K"),
         (changed(1, lengths=[1, 2, 3.5, 4]), r"line 2, column lengths: expected whole numbers >= 0, got 3.5"),
+        (changed(1, lengths=[10**400] * 4), r"line 2, column lengths: expected whole numbers >= 0, got 1000"),
+        (changed(1, lengths=[3]), r"line 2, column lengths: expected one entry for each of at least two members, got \[3\]"),
+        (changed(1, lengths=[]), r"line 2, column lengths: expected one entry for each of at least two members, got \[\]"),
         (lambda rows: [row.pop("reward_var") for row in rows], r"expected a column reward_var or zero_variance"),
         (lambda rows: [row.pop("group") for row in rows], r"expected a column group or group_id or task_id \(which rows are of one group"),
     ],

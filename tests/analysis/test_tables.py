@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,7 @@ def test_a_wrong_cell_names_file_line_and_column(tmp_path: Path, method: str, ce
         ("rows.csv", 'a,b\n1,"2"3\n', "rows.csv, line 2: expected CSV, got: "),
         ("rows.jsonl", '{"a": 1}\n{"a": \n', "rows.jsonl, line 2: expected one JSON object, got: "),
         ("rows.jsonl", "[1]\n", r"rows.jsonl, line 1: expected one JSON object, got \[1\]"),
+        ("rows.jsonl", "[" * 100_000, r"rows.jsonl, line 1: expected one JSON object, got: .*nested"),
         ("rows.parquet", "no Parquet", "rows.parquet: expected a whole Parquet file, got: "),
         ("rows.txt", "a", r"rows.txt: expected a file ending in .csv, .jsonl, .parquet, got .txt - convert it"),
     ],
@@ -97,3 +101,33 @@ def test_a_missing_column_names_the_nearest_one(tmp_path: Path) -> None:
         table.need("reward", why="what it earned")
     with pytest.raises(AnalysisError, match=r"expected a column K \(the step\), got grup, rewards - add it"):
         table.need("K", why="the step")
+
+
+BIG = 10**400
+
+
+@pytest.mark.parametrize(
+    ("method", "cell", "message"),
+    [
+        ("number", BIG, "line 1, column value: expected a number that a float can hold, got 1000"),
+        ("whole", BIG, "line 1, column value: expected a number that a float can hold, got 1000"),
+        ("whole", True, "line 1, column value: expected a whole number >= 0, got True"),
+        ("sequence", "[" * 100_000, r"line 1, column value: expected a list in JSON, got '\[\[\["),
+        ("text", "half \ud800 a pair", "line 1, column value: expected text in Unicode, got 'half"),
+        ("text", 1.5, "line 1, column value: expected a name or a whole number, got 1.5"),
+    ],
+    ids=["big number", "big whole", "truth", "nested", "surrogate", "fraction"],
+)
+def test_a_cell_that_nothing_can_be_made_of_names_its_place(tmp_path: Path, method: str, cell: object, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"value": cell}))
+    with pytest.raises(AnalysisError, match=message):
+        getattr(read_table(path), method)("value", 0)
+
+
+@pytest.mark.parametrize("cell", [b"name", dt.date(2024, 1, 2), {"a": 1}, Decimal("1.5")], ids=repr)
+def test_a_name_in_parquet_is_text_or_a_whole_number(tmp_path: Path, cell: object) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"value": [cell]}), tmp_path / "rows.parquet")
+    with pytest.raises(AnalysisError, match="row 1, column value: expected a name or a whole number, got"):
+        read_table(tmp_path / "rows.parquet").text("value", 0)

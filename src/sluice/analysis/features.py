@@ -15,7 +15,6 @@ A file of features knows little of single members: a group counts as decided on 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from sluice.analysis.tables import Table
 from sluice.errors import AnalysisError
 from sluice.gate.divergence import SIGNALS
 from sluice.gate.offline import RecordedGroups
+from sluice.gate.values import is_finite_number
 
 _OUTCOMES: Final = {"all_fail": "all fail", "all_succeed": "all succeed", "mixed": "mixed"}
 """Published labels, and what they are called here."""
@@ -206,8 +206,10 @@ def _lengths(table: Table, row: int) -> tuple[int, ...] | None:
     values = table.sequence("lengths", row) if "lengths" in table.columns else None
     if values is None:
         return None
+    if len(values) < 2:
+        table.refuse(row, "lengths", "one entry for each of at least two members", values, "leave the group out, or the cell empty")
     for value in values:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = is_finite_number(value)
         if not is_number or value < 0 or value != int(value):
             table.refuse(row, "lengths", "whole numbers >= 0", value, "count the environment steps of each member")
     return tuple(int(value) for value in values)

@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.int32]
 
 _GROUPS_AT_ONCE: Final = 256  # their tables stay in the processor's cache
+_STEPS_AT_ONCE: Final = 2_000_000  # of all members of so many groups: their tables fit into memory, however large K is
 
 
 def signals_at(actions: Codes, lengths: Ints, ks: Sequence[int], observations: Codes | None = None) -> dict[int, dict[str, Floats]]:
@@ -33,8 +34,9 @@ def signals_at(actions: Codes, lengths: Ints, ks: Sequence[int], observations: C
     ordered = sorted(set(ks))
     most = max(ordered)
     parts = []
-    for start in range(0, len(actions), _GROUPS_AT_ONCE):
-        chunk = slice(start, start + _GROUPS_AT_ONCE)
+    size = max(1, min(_GROUPS_AT_ONCE, _STEPS_AT_ONCE // (actions.shape[1] * most)))
+    for start in range(0, len(actions), size):
+        chunk = slice(start, start + size)
         seen = None if observations is None else _filled(observations[chunk], most)
         parts.append(_signals(_filled(actions[chunk], most), lengths[chunk], ordered, seen))
     return {k: {name: np.concatenate([part[k][name] for part in parts]) for name in parts[0][k]} for k in ordered}

@@ -58,9 +58,14 @@ class Table:
     def text(self, column: str, row: int) -> str | None:
         """A name; numbers are written out."""
         value = self.columns[column][row]
-        if value is None or isinstance(value, str):
+        if value is None:
             return value
-        if isinstance(value, bool | float | list | dict) and not (isinstance(value, float) and value.is_integer()):
+        if isinstance(value, str):
+            if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                self.refuse(row, column, "text in Unicode", value, "half of a surrogate pair stands alone in it: write it again")
+            return value
+        is_whole = (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
+        if not is_whole:
             self.refuse(row, column, "a name or a whole number", value, "give text")
         return str(int(value))
 
@@ -73,6 +78,8 @@ class Table:
             number = float(value)
         except (TypeError, ValueError):
             self.refuse(row, column, "a number", value, "correct it, or leave the cell empty where there is none")
+        except OverflowError:
+            self.refuse(row, column, "a number that a float can hold", value, "correct it, or leave the cell empty where there is none")
         if not math.isfinite(number):
             self.refuse(row, column, "a finite number", value, "leave the cell empty where there is none")
         return number
@@ -82,7 +89,7 @@ class Table:
         number = self.number(column, row)
         if number is None:
             return None
-        if not number.is_integer() or number < least:
+        if not number.is_integer() or number < least or isinstance(self.columns[column][row], bool):
             self.refuse(row, column, f"a whole number >= {least}", self.columns[column][row], "correct it")
         return int(number)
 
@@ -102,7 +109,7 @@ class Table:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.refuse(row, column, "a list in JSON", value, 'write ["go north", "take lamp"]')
         if value is not None and not isinstance(value, list):
             self.refuse(row, column, "a list", value, 'write ["go north", "take lamp"]')
@@ -166,8 +173,9 @@ def _read_jsonl(path: Path) -> Table:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise AnalysisError(f"{path}, line {number}: expected one JSON object, got: {error} - correct the line") from None
+            except (ValueError, RecursionError) as error:
+                told = "lists nested too deep" if isinstance(error, RecursionError) else error
+                raise AnalysisError(f"{path}, line {number}: expected one JSON object, got: {told} - correct the line") from None
             if not isinstance(row, dict):
                 raise AnalysisError(f"{path}, line {number}: expected one JSON object, got {_short(row)} - write one object per line")
             rows.append(row)

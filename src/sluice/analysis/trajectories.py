@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from sluice.analysis.prefixes import Codes, Floats, Ints, signals_at
 from sluice.analysis.recorded import Recorded
 from sluice.errors import AnalysisError
 from sluice.gate.offline import Bools, RecordedGroups
+
+MOST_REWARD: Final = 1e150  # whose square a float can hold
+LARGEST_K: Final = 100_000  # environment steps after which groups are looked at: what they fill in memory grows with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,13 @@ class Trajectories:
             _number(actions[n], [member.actions for member in group.members])
             if observations is not None:
                 _number(observations[n], [(member.observations or ())[: len(member.actions)] for member in group.members])
+        for group in ordered:
+            for member in group.members:
+                if member.reward is not None and abs(member.reward) > MOST_REWARD:
+                    raise AnalysisError(
+                        f"group {group.key}: expected rewards up to {MOST_REWARD:g}, got {member.reward:g} - their variance would be no "
+                        "number: scale them, or leave the group out"
+                    )
         rewards = [[np.nan if member.reward is None else member.reward for member in group.members] for group in ordered]
         return cls(
             keys=keys,
@@ -95,6 +106,8 @@ class Trajectories:
             raise AnalysisError(
                 f"horizon: expected at least the longest trajectory, that is {self.lengths.max()} steps, got {horizon} - raise it"
             )
+        if max(ks, default=0) > LARGEST_K:
+            raise AnalysisError(f"k: expected steps up to {LARGEST_K}, got {max(ks)} - choose smaller ones with --k")
         low, high = _ends(self.rewards)
         is_equal = low == high
         variance = np.where(is_equal, 0.0, np.maximum(np.nanvar(self.rewards, axis=1), np.finfo(np.float64).tiny))

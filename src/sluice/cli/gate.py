@@ -199,6 +199,8 @@ def _finish(report: GateReport, paths: Sequence[Path], out: Path | None, output:
 
 def read_ks(texts: Sequence[str] | None) -> list[int] | None:
     """`10`, `10,15`, `5-20` and `5-30:5` as numbers, ascending. Raises `AnalysisError` for anything else."""
+    from sluice.analysis.trajectories import LARGEST_K
+
     if not texts:
         return None
     found: set[int] = set()
@@ -206,8 +208,12 @@ def read_ks(texts: Sequence[str] | None) -> list[int] | None:
         span, _, stride = part.strip().partition(":")
         first, dash, last = span.partition("-")
         numbers = [first, *([last] if dash else []), *([stride] if ":" in part else [])]
-        if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers) or (":" in part and not dash):
-            raise AnalysisError(f"--k: expected environment steps such as 10, 10,15,20, 5-20 or 5-30:5, got {part.strip()!r} - correct it")
+        are_steps = all(number.strip().isdecimal() and len(number.strip()) < 10 and 0 < int(number) <= LARGEST_K for number in numbers)
+        if not are_steps or (":" in part and not dash):
+            got = repr(part.strip()[:40])
+            raise AnalysisError(
+                f"--k: expected environment steps such as 10, 10,15,20, 5-20 or 5-30:5, got {got} - correct it; the largest is {LARGEST_K}"
+            )
         found |= {*range(int(first), int(last if dash else first) + 1, int(stride) if stride else 1)}
     if not found:
         raise AnalysisError(f"--k: expected at least one environment step, got none in {','.join(texts)!r} - give the smaller one first")
