@@ -273,8 +273,8 @@ class BatchSampler:
                 self._told_of_problems = True
                 self._warn(
                     f"different prompts in one group (group {launch.group_id}, prompt {launch.task.prompt[:60]!r}): its members are "
-                    "compared as answers to one problem - make the rollout function or environment draw its problem by the prompt, not anew "
-                    "each time"
+                    "compared as answers to one problem - make the rollout function or environment draw its problem by the prompt, not "
+                    "anew each time"
                 )
 
     def _rollout(self, launch: ev.LaunchMember, row: Row, reward: float) -> Rollout:
