@@ -285,7 +285,7 @@ def test_an_empty_batch_has_no_advantages():
         ((np.array(["1", "2"]), [0, 0]), "one number as the reward"),
         (("12", [0, 0]), "one reward per rollout, in a list or array"),
         ((1.0, [0]), "one reward per rollout, in a list or array"),
-        (([1, 2], [[0], [0]]), "hashable group ids"),
+        (([1, 2], [[0], [0]]), "group ids that tell one from another"),
         (([1, 2], np.zeros((2, 1), dtype=int)), "one group id per rollout"),
     ],
 )
@@ -430,11 +430,11 @@ def test_case_51_ids_of_other_libraries_are_told_apart_by_value_and_never_make_s
 def test_an_id_that_tells_no_group_from_another_is_refused_by_its_place(make):
     """All rollouts without an id would be one group; every NaN, and every array, one of its own."""
     bad = make()
-    with pytest.raises(ValueError, match="expected hashable group ids.* at index 1"):
+    with pytest.raises(ValueError, match="expected group ids that tell one from another.* at index 1"):
         group_relative([1.0, 0.0], ["a", bad])
-    with pytest.raises(ValueError, match="expected hashable group ids.* at index 1"):
+    with pytest.raises(ValueError, match="expected group ids that tell one from another.* at index 1"):
         fold_rows([1.0, 0.0], ["a", "b"], ["a", bad])
-    with pytest.raises(ValueError, match="expected hashable rollout ids.* at index 1"):
+    with pytest.raises(ValueError, match="expected rollout ids that tell one from another.* at index 1"):
         fold_rows([1.0, 0.0], ["a", bad], ["a", "a"])
     with pytest.raises(ValueError, match="index 0"):
         group_relative(np.array([1.0, 0.0]), np.array([NAN, NAN]))

@@ -369,7 +369,7 @@ def _read_id(item: Any, position: int, what: str) -> Hashable:
     except (TypeError, ValueError):
         tells_nothing = True
     if tells_nothing:
-        raise ValueError(f"expected hashable {what}s, got {item!r} at index {position} - give one number or text per rollout")
+        raise ValueError(f"expected {what}s that tell one from another, got {item!r} at index {position} - give a number or a text")
     return cast("Hashable", value)
 
 

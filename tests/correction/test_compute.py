@@ -145,6 +145,15 @@ def test_what_stands_at_masked_positions_never_matters(cfg: Any, batch: Any, fil
     assert dict(usual[2]) == pytest.approx(dict(filled[2]), rel=1e-12)
 
 
+@pytest.mark.parametrize("filler", [1.0, NAN, -1e10, INF, -INF])
+def test_in_float32_masked_positions_do_not_move_the_last_digit_of_a_metric(filler: float) -> None:
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    old, inference = torch.tensor([[-1.0, 0.0, -2.0], [0.0, -0.5, -1.0]]), torch.tensor([[-1.2, 0.0, -2.0], [0.0, -0.5, -0.2]])
+    usual = compute_train_infer_correction(None, mask, old, inference)[2]
+    filled = compute_train_infer_correction(None, mask, torch.where(mask, old, filler), torch.where(mask, inference, filler))[2]
+    assert dict(filled) == dict(usual)
+
+
 @given(strategies.settings, strategies.batches())
 def test_the_order_of_rows_never_matters_and_filters_only_take_away(cfg: Any, batch: Any) -> None:
     mask, old, inference = tensors(batch)

@@ -145,6 +145,13 @@ def test_a_sample_fanned_out_into_parts_has_one_vote() -> None:
         no_spread(Args(), [samples(1.0, 0.0), samples(0.0)])
 
 
+def test_samples_of_different_groups_are_refused() -> None:
+    """A sample whose group nobody tells may belong to any."""
+    assert no_spread(Args(), [Sample(1.0, group_index=3), Sample(0.0, group_index=None), Sample(0.0, group_index=3)]).keep
+    with pytest.raises(FilterError, match="got group_index 3 of sample 0 and 4 of sample 2"):
+        no_spread(Args(), [Sample(1.0, group_index=3), Sample(1.0, group_index=3), [Sample(0.0, group_index=4)]])
+
+
 def test_filters_of_responses_see_their_length_without_what_tools_said() -> None:
     def most(group: Any, tokens: int) -> bool:
         return all(rollout.sampled_tokens <= tokens for rollout in group.rollouts)

@@ -73,6 +73,7 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
     wide = (old.double() - inference.double()).clamp(-_LARGEST, _LARGEST)
     log_ratio = wide.to(old.dtype)
     ratio, is_far = ratio_of(log_ratio), log_ratio.abs() > MOST_LOG
+    usual, far = torch.where(is_far, 0.0, log_ratio).detach().flatten(), torch.where(is_far, wide, 0.0).detach()
     p_inference = exp_of(inference).clamp(max=_LARGEST_P)
     near = torch.addcmul(p_inference, p_inference, ratio, value=-1)  # as above, to the last bit
     return Tokens(
@@ -83,7 +84,7 @@ def of_tokens(mask: Tensor, old: Tensor, inference: Tensor, *, may_look: bool) -
         ratio=ratio,
         minus_diff=torch.where(is_far, p_inference - exp_of(old).clamp(max=_LARGEST_P), near),
         is_sound=~is_bad.any(1),
-        squares=wide.detach().square().sum(),
+        squares=torch.dot(usual, usual) + far.square().sum(),  # the first one as above, to the last bit
         nan_tokens=is_nan.sum(),
         clamped=is_far.sum(),
     )

@@ -92,8 +92,9 @@ def group_of_samples(args: Any, samples: Sequence[Any], *, metrics: Sequence[str
     """The samples of one prompt as a group. A sample that an agent has fanned out into several is a list of them, and has one vote.
     metrics: the entries of rewards that are mappings which a filter reads; the first stands for the reward where `--reward-key` names none.
 
-    Raises `FilterError` for rewards that are no numbers, for mappings without `--reward-key` or without what is named in any of them, and
-    for parts of one sample with different rewards. One sample of several that lacks what is named has no reward.
+    Raises `FilterError` for samples of different `group_index`, rewards that are no numbers, for mappings without `--reward-key` or without
+    what is named in any of them, and for parts of one sample with different rewards. One sample of several that lacks what is named has no
+    reward.
     """
     parts = [list(sample) if isinstance(sample, list | tuple) else [sample] for sample in samples]
     if not parts or not all(parts):
@@ -105,8 +106,15 @@ def group_of_samples(args: Any, samples: Sequence[Any], *, metrics: Sequence[str
     require_named(metrics, mappings, where="dynamic_filter.metric", advice="name one; another entry is never read in its place")
     read = reward_key or next(iter(metrics), None)
     members = [_member(fragments, index, read, metrics) for index, fragments in enumerate(parts)]
-    first = parts[0][0]
-    key = getattr(first, "group_index", None)
+    keys = [getattr(fragments[0], "group_index", None) for fragments in parts]
+    told = {key: index for index, key in reversed([*enumerate(keys)]) if key is not None}
+    if len(told) > 1:
+        (one, first), (other, second) = sorted(told.items(), key=lambda item: item[1])[:2]
+        raise FilterError(
+            f"expected the samples of one prompt, got group_index {one!r} of sample {first} and {other!r} of sample {second} - call the "
+            "filter once for each group: rewards of different prompts say nothing of each other"
+        )
+    key = keys[0]
     return group_of(members, key=str(key), group_id=key if isinstance(key, int) else 0)
 
 
