@@ -396,3 +396,15 @@ def test_members_that_run_at_a_checkpoint_are_lost_to_the_audits() -> None:
     first.group_ended("g")
     assert second.metrics() == first.metrics()
     assert first.metrics()["gate/futile_audited_lost"] == 1
+
+
+def test_no_estimate_of_what_is_saved_is_above_its_bound() -> None:
+    first, watch = keeper(1.0, {"horizon": 10}, steps=1), keeper(0.0, {"horizon": 10}, steps=1)
+    for member, more in ((0, 1), (1, 8)):
+        play(first, "aa", member=member)
+        first.member_ended("g", member, 0.0, env_steps=2 + more)
+    watch.load_state_dict(first.state_dict())
+    play(watch, "abcdefga")
+    shown = watch.metrics()
+    assert shown["gate/futile_env_steps_saved_bound"] == 2
+    assert shown["gate/futile_env_steps_saved_estimate"] == shown["gate/futile_env_steps_saved_estimate_high"] == 2

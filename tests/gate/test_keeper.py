@@ -615,3 +615,34 @@ def test_a_task_type_is_a_text() -> None:
     with pytest.raises(GateError, match="task_type: expected a text"):
         watch.task_type_known("g", ["look"])
     assert watch.watched == 1
+
+
+def test_the_bound_counts_members_that_have_not_begun() -> None:
+    watch = keeper(redundancy=2)
+    watch.group_launched("g")
+    watch.observe("g", 2, 1, "a", "hall")
+    [verdict] = play(watch, "g", ["aaa", "aaa"])
+    assert not verdict.keep
+    assert watch.metrics()["gate/env_steps_saved_bound"] == (10 - 3) + (10 - 3) + (10 - 1) + 10
+
+
+def test_no_estimate_of_what_is_saved_is_above_its_bound() -> None:
+    """Two audited groups that took very different numbers of steps have a wide interval."""
+    first, watch = keeper(audit_rate=1.0), keeper()
+    for key, steps in (("short", 4), ("long", 10)):
+        first.group_launched(key)
+        play(first, key, ["a" * steps] * 2)
+        first.group_ended(key, [0.0, 0.0])
+    watch.load_state_dict(first.state_dict())
+    watch.group_launched("g")
+    watch.observe("g", 0, 1, "a", "hall")
+    play(watch, "g", ["", "aaa"])
+    for step in (2, 3):
+        watch.observe("g", 0, step, "a", "hall")
+        watch.decision("g")
+    shown = watch.metrics(tokens_per_env_step=2.0)
+    assert shown["gate/cut"] == 1
+    for name in ("estimate_low", "estimate", "estimate_high"):
+        assert shown[f"gate/env_steps_saved_{name}"] <= shown["gate/env_steps_saved_bound"]
+        assert shown[f"gate/tokens_saved_{name}"] <= shown["gate/tokens_saved_bound"]
+    assert shown["gate/env_steps_saved_estimate_high"] == shown["gate/env_steps_saved_bound"] == 14

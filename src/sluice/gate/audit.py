@@ -172,6 +172,18 @@ class Moments:
         return total, max(0.0, total - half), total + half
 
 
+def saved_steps(remaining: Moments, decisions: int, bound: int | None, confidence: float) -> dict[str, float]:
+    """What decisions have saved, by name: the estimate from what audited ones still took, and the bound that it cannot exceed (None: not
+    known). Names without a value yet are left out.
+    """
+    estimate = remaining.total_of_others(decisions, confidence)
+    saved: dict[str, float] = {}
+    if estimate is not None:
+        most = math.inf if bound is None else bound
+        saved = {name: min(value, most) for name, value in zip(("estimate", "estimate_low", "estimate_high"), estimate, strict=True)}
+    return saved if bound is None else saved | {"bound": bound}
+
+
 def student_t(share: float, freedom: int) -> float:
     """The quantile of Student's t distribution: exact for 1 and 2 degrees of freedom, else within 1 % for shares up to 0.995.
 

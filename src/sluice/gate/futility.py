@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, NoReturn, Protocol
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import Moments, Precision, audits_needed, clopper_pearson, drawn, lower_bound_clears
+from sluice.gate.audit import Moments, Precision, audits_needed, clopper_pearson, drawn, lower_bound_clears, saved_steps
 from sluice.gate.decision import SOURCE, differ, read_reward
 from sluice.gate.rules import check_share
 from sluice.gate.self_audit import are_moments, is_count
@@ -401,12 +401,7 @@ class FutilityKeeper:
                 "gate/futile_precision_low": precision.low,
                 "gate/futile_precision_high": precision.high,
             }
-        saved: dict[str, float] = {}
-        estimate = self._remaining.total_of_others(counts["stopped"], self.confidence)
-        if estimate is not None:
-            saved = dict(zip(("estimate", "estimate_low", "estimate_high"), estimate, strict=True))
-        if self.horizon is not None:
-            saved["bound"] = counts["bound"]
+        saved = saved_steps(self._remaining, counts["stopped"], None if self.horizon is None else counts["bound"], self.confidence)
         shown |= {f"gate/futile_env_steps_saved_{name}": value for name, value in saved.items()}
         if tokens_per_env_step is not None:
             shown |= {f"gate/futile_tokens_saved_{name}": value * tokens_per_env_step for name, value in saved.items()}

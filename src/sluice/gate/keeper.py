@@ -264,7 +264,9 @@ class GateKeeper:
         if ruling == "cut":
             audit.counts["cut"] += 1
             if self.gate.horizon is not None:
-                audit.saved_at_most(sum(max(0, self.gate.horizon - one.steps) for one in group.members.values() if not one.has_ended))
+                left = [max(0, self.gate.horizon - one.steps) for one in group.members.values() if not one.has_ended]
+                not_begun = max(0, group.expected - len(group.members))
+                audit.saved_at_most(sum(left) + not_begun * self.gate.horizon)
             return self.gate.judge(measured, n, group.task_type, audit.scale), False
         tells = (group.is_audited or not audit.is_cutting) and margin < audit.most_scale
         evidence = self.gate.evidence(measured, n, group.task_type, margin, audit.scale)

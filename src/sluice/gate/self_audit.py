@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal, NoReturn
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import AuditLog, Moments, Precision, audits_needed, drawn, lower_bound_clears
+from sluice.gate.audit import AuditLog, Moments, Precision, audits_needed, drawn, lower_bound_clears, saved_steps
 from sluice.gate.rules import check_share
 from sluice.gate.values import is_finite_number
 
@@ -148,12 +148,7 @@ class SelfAudit:
         shown["gate/precision_n"] = precision.n
         if precision.value is not None:
             shown |= {"gate/precision": precision.value, "gate/precision_low": precision.low, "gate/precision_high": precision.high}
-        saved: dict[str, float] = {}
-        estimate = self._remaining.total_of_others(counts["cut"], self.confidence)
-        if estimate is not None:
-            saved = dict(zip(("estimate", "estimate_low", "estimate_high"), estimate, strict=True))
-        if self.horizon is not None:
-            saved["bound"] = counts["bound"]
+        saved = saved_steps(self._remaining, counts["cut"], None if self.horizon is None else counts["bound"], self.confidence)
         shown |= {f"gate/env_steps_saved_{name}": value for name, value in saved.items()}
         if tokens_per_env_step is not None:
             shown |= {f"gate/tokens_saved_{name}": value * tokens_per_env_step for name, value in saved.items()}

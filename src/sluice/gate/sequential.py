@@ -268,7 +268,8 @@ class SequentialKeeper:
             return Verdict.kept(SOURCE, ruling, group.evidence)
         audit.counts["cut"] += 1
         trace = group.trace
-        audit.saved_at_most(sum(self.horizon - trace.steps_of(member) for member in trace.members if not trace.has_ended(member)))
+        left = [max(0, self.horizon - trace.steps_of(member)) for member in trace.members if not trace.has_ended(member)]
+        audit.saved_at_most(sum(left) + max(0, group.expected - len(trace.members)) * self.horizon)
         del self._groups[group_key]
         return Verdict.dropped(reason, "low_information", SOURCE, group.evidence)
 
