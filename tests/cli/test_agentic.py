@@ -327,14 +327,18 @@ def test_an_environment_that_does_not_say_what_a_sign_reads_is_named(sign: str, 
     assert words in text
 
 
+@pytest.mark.parametrize("of_members", [False, True])
 @pytest.mark.parametrize(("environment", "status"), [("frozen_lake", "ok"), (f"{HERE}.Silent", "problem")])
-def test_a_learned_rule_needs_an_environment_that_says_what_it_was_fitted_with(environment: str, status: str, tmp_path: Path) -> None:
+def test_a_learned_rule_needs_an_environment_that_says_what_it_was_fitted_with(
+    environment: str, status: str, of_members: bool, tmp_path: Path
+) -> None:
     fitted().save(tmp_path / "rule.json")
+    learned = {"model": str(tmp_path / "rule.json"), "floor": 0.8}
     config = config_of(
         environment__type=environment,
         environment__max_steps=12,
         train_env_manager__group_size=4,
-        gate={"model": str(tmp_path / "rule.json"), "floor": 0.8},
+        gate={"futility": learned} if of_members else learned,
     )
     agentic_questions = AgenticQuestions(config)
     list(agentic_questions.environment())

@@ -80,7 +80,8 @@ class AgenticQuestions:
         if gate.cuts_groups:
             yield self._gate_of_groups(gate, horizon_of(self.config), getattr(built.groups, "inputs", ()))
         if gate.futility is not None:
-            yield from self._futility(gate, gate.futility)
+            learned = getattr(getattr(built.members, "rule", None), "rule", None)
+            yield from self._futility(gate, gate.futility, getattr(learned, "inputs", ()))
 
     def _gate_of_groups(self, gate: GateConfig, horizon: int | None, inputs: Collection[str]) -> Check:
         """inputs: what a learned rule must be told at every step."""
@@ -95,20 +96,23 @@ class AgenticQuestions:
         told = f"groups are looked at {at}{of}{waits}: {rule}; {then}{audits}{held}"
         if horizon is None:
             told += "\nhow many steps a trajectory may take is not known, so that savings are not counted: set dialogue.max_turns"
-        info = None if self._first is None else self._first.info
-        if info is not None:
-            says = {"is_admissible": info.admissible_commands, "progress": info.progress}
-            missing = [name for name, value in says.items() if name in inputs and value is None]
-            if missing:
-                remedy = f"it was fitted with {', '.join(missing)}, which this environment does not say: fit it without"
-                return problem("gate", told, remedy)
+        if remedy := self._unsaid(inputs):
+            return problem("gate", told, remedy)
         is_published = gate.model is None and gate.rule is None and "threshold" not in gate.model_fields_set
         if is_published and gate.hold_precision is None and not gate.shadow:
             remedy = "set gate.shadow first and see gate/precision, or set gate.hold_precision"
             return warning("gate", f"{told}\nthe threshold was fitted to another model and environment", remedy)
         return ok("gate", told)
 
-    def _futility(self, gate: GateConfig, futility: FutilityConfig) -> Iterator[Check]:
+    def _unsaid(self, inputs: Collection[str]) -> str | None:
+        """What to do about inputs of a learned rule that the environment does not say; None: there are none, or nobody knows."""
+        info = None if self._first is None else self._first.info
+        says = {} if info is None else {"is_admissible": info.admissible_commands, "progress": info.progress}
+        missing = [name for name, value in says.items() if name in inputs and value is None]
+        return f"it was fitted with {', '.join(missing)}, which this environment does not say: fit it without" if missing else None
+
+    def _futility(self, gate: GateConfig, futility: FutilityConfig, inputs: Collection[str]) -> Iterator[Check]:
+        """inputs: what a learned rule must be told at every step."""
         audits = "nobody is stopped (shadow)" if gate.shadow else f"{futility.audit_rate:.0%} of them run on and tell"
         signs = [words.format(value) for name, words in _SIGNS_OF_FUTILITY.items() if (value := getattr(futility, name)) is not None]
         by = (
@@ -118,7 +122,9 @@ class AgenticQuestions:
         )
         told = f"trajectories are stopped {by}; {audits}"
         info = None if self._first is None else self._first.info
-        if info is not None and info.progress is None and futility.progress_steps is not None:
+        if remedy := self._unsaid(inputs):
+            yield problem("gate", told, remedy)
+        elif info is not None and info.progress is None and futility.progress_steps is not None:
             yield problem("gate", told, "progress_steps needs an environment that tells its progress, and this one does not: leave it out")
         elif info is not None and info.admissible_commands is None and futility.invalid_actions is not None:
             yield warning("gate", told, "invalid_actions needs an environment that tells its admissible commands: leave it out")
