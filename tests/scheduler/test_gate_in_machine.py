@@ -618,8 +618,10 @@ def test_whenever_a_checkpoint_is_taken_every_place_is_kept_or_closed(
             player = gone_on(player, on_cut="drop")
             player.want(groups)
             if is_delivered:
-                # by number: a group that was launched earlier and accepted since may take the place of a later one
-                assert [len(batch) for batch in player.trained()] == [len(batch) for batch in trained]
+                again = player.trained()
+                assert [len(batch) for batch in again] == [len(batch) for batch in trained]
+                if mode.get("async_generation_ratio", 0) == 0 or mode.get("collect") == "in_order":
+                    assert again == trained  # else one that was launched earlier and accepted since may take the place of a later one
             else:
                 assert player.scheduler.filling == before
             delivered = 0
