@@ -20,10 +20,9 @@ from itertools import islice
 from typing import Any, Final
 
 from sluice.errors import GateError
-from sluice.gate.audit import Precision
 from sluice.gate.decision import SOURCE, Gate, check_task_type, differ, read_reward, read_rewards
 from sluice.gate.divergence import PrefixSignals
-from sluice.gate.self_audit import SelfAudit
+from sluice.gate.self_audit import AuditedKeeper, SelfAudit
 from sluice.types import Verdict
 
 
@@ -47,7 +46,7 @@ class _Group:
     steps_after: int = 0  # environment steps of all its members since it was decided on
 
 
-class GateKeeper:
+class GateKeeper(AuditedKeeper):
     """Decides on running groups with a `Gate`, audits its decisions and holds their precision. See the top of this file.
 
     `group_size` members make a group, and up to `redundancy` more of them run. `hold_precision`: the floor; None leaves the threshold
@@ -77,7 +76,7 @@ class GateKeeper:
         self.has_observations: Final = has_observations
         rule = gate.rule_in_force
         kind = repr(rule) if hasattr(rule, "__dataclass_fields__") else f"{type(rule).__module__}.{type(rule).__qualname__}"
-        self._audit: Final = SelfAudit(
+        self._audit = SelfAudit(
             f"k={gate.k} {kind}",
             group_size=group_size,
             redundancy=redundancy,
@@ -215,41 +214,9 @@ class GateKeeper:
 
     # ------------------------------------------------------------ what it knows
 
-    @property
-    def is_cutting(self) -> bool:
-        """Whether a group may be cut now."""
-        return self._audit.is_cutting
-
-    @property
-    def scale(self) -> float:
-        """The factor on the gate's threshold."""
-        return self._audit.scale
-
-    @property
-    def watched(self) -> int:
-        """Groups that something is stored of."""
-        return len(self._groups)
-
-    @property
-    def precision(self) -> Precision:
-        """That of cuts at the threshold in force, from the audited groups that count."""
-        return self._audit.precision
-
-    def metrics(self, tokens_per_env_step: float | None = None) -> dict[str, float]:
-        """`gate/...` over the whole run; names without a value yet are left out.
-
-        `tokens_per_env_step`, measured by whoever counts tokens, makes tokens of the saved steps.
-        """
-        return self._audit.metrics(tokens_per_env_step)
-
     def state_dict(self) -> dict[str, Any]:
         """What it learnt and counted, as plain data. Running groups are not in it: they restart whole, and audited ones count as lost."""
         return self._audit.state_dict(untold=sum(group.prefixes is None for group in self._groups.values()))
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another gate."""
-        self._audit.load_state_dict(state)
-        self._groups.clear()
 
     # ------------------------------------------------------------ how it decides
 

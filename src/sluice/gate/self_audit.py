@@ -229,6 +229,45 @@ class SelfAudit:
             )
 
 
+class AuditedKeeper:
+    """What keepers of groups have in common: what they know of themselves. `self._audit` and `self._groups` are theirs to make."""
+
+    _audit: SelfAudit
+    _groups: dict[Hashable, Any]  # those that something is stored of
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether a group may be cut now."""
+        return self._audit.is_cutting
+
+    @property
+    def scale(self) -> float:
+        """The factor on the threshold; of a learned rule, on the distance of its threshold from certainty."""
+        return self._audit.scale
+
+    @property
+    def watched(self) -> int:
+        """Groups that something is stored of."""
+        return len(self._groups)
+
+    @property
+    def precision(self) -> Precision:
+        """That of cuts at the threshold in force, from the audited groups that count."""
+        return self._audit.precision
+
+    def metrics(self, tokens_per_env_step: float | None = None) -> dict[str, float]:
+        """`gate/...` over the whole run; names without a value yet are left out.
+
+        `tokens_per_env_step`, measured by whoever counts tokens, makes tokens of the saved steps.
+        """
+        return self._audit.metrics(tokens_per_env_step)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another gate."""
+        self._audit.load_state_dict(state)
+        self._groups.clear()
+
+
 def is_count(value: object) -> bool:
     """Whether it is a whole number from 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sluice.errors import ConfigError, GateError
-from sluice.gate.audit import Precision
 from sluice.gate.decision import SOURCE, differ, read_rewards
 from sluice.gate.exact import IDENTICAL, ExactStop
 from sluice.gate.learned import LearnedRule, threshold
-from sluice.gate.self_audit import SelfAudit
+from sluice.gate.self_audit import AuditedKeeper, SelfAudit
 from sluice.gate.traces import GroupTrace, Look, Step, check_horizon
 from sluice.types import Verdict
 
@@ -42,7 +41,7 @@ class _Group:
     steps_after: int = 0  # environment steps of all its members since it would have been cut
 
 
-class SequentialKeeper:
+class SequentialKeeper(AuditedKeeper):
     """Decides on running groups with a `LearnedRule`, with the exact stop, or with both. See the top of this file.
 
     `floor`: a group is cut when the rule's lower bound of its own precision is at least this. `exact`: what is declared of environment and
@@ -86,7 +85,7 @@ class SequentialKeeper:
         every = range(1, horizon) if exact is not None else ()
         self.steps: Final = tuple(sorted({*every, *(() if rule is None else rule.steps)}))
         self._looks_of_rule: Final = frozenset(() if rule is None else rule.steps)
-        self._audit: Final = SelfAudit(
+        self._audit = SelfAudit(
             f"sequential {'' if rule is None else rule.fingerprint} floor={floor} exact={exact}",
             group_size=group_size,
             redundancy=redundancy,
@@ -208,39 +207,10 @@ class SequentialKeeper:
 
     # ------------------------------------------------------------ what it knows
 
-    @property
-    def is_cutting(self) -> bool:
-        """Whether a group may be cut now."""
-        return self._audit.is_cutting
-
-    @property
-    def scale(self) -> float:
-        """The factor on the distance of the threshold from certainty."""
-        return self._audit.scale
-
-    @property
-    def watched(self) -> int:
-        """Groups that something is stored of."""
-        return len(self._groups)
-
-    @property
-    def precision(self) -> Precision:
-        """That of cuts at the threshold in force, from the audited groups that count."""
-        return self._audit.precision
-
-    def metrics(self, tokens_per_env_step: float | None = None) -> dict[str, float]:
-        """As those of `GateKeeper`."""
-        return self._audit.metrics(tokens_per_env_step)
-
     def state_dict(self) -> dict[str, Any]:
         """As that of `GateKeeper`."""
         seen = [group for group in self._groups.values() if group.evidence is not None]
         return self._audit.state_dict(judged=sum(not group.is_decided for group in seen), untold=sum(group.tells for group in seen))
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from a state, without any running group. Raises `GateError`, and changes nothing, when it is torn or of another gate."""
-        self._audit.load_state_dict(state)
-        self._groups.clear()
 
     # ------------------------------------------------------------ how it decides
 
