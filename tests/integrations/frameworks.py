@@ -28,6 +28,7 @@ class Sample:
     response_length: int = 1
     loss_mask: list[int] | None = None
     status: Status = Status.COMPLETED
+    remove_sample: bool = False
 
 
 @dataclass

@@ -178,3 +178,30 @@ def test_what_cannot_be_is_refused_where_the_filter_is_made() -> None:
         dynamic_filter({"type": "std_filtr"})
     with pytest.raises(FilterError, match="got none"):
         no_spread(Args(), [])
+
+
+# ---------------------------------------------------------------- samples of which nothing trains
+
+
+def test_what_an_aborted_sample_was_given_as_its_reward_is_none() -> None:
+    """radixark/miles#2801, THUDM/slime#2361: what the policy could not help is no wrong answer; seen: it trained as one, with reward 0."""
+    group = [*samples(1.0, 1.0, 1.0), Sample(0.0, status=Status.ABORTED)]
+    assert no_spread(Args(), group).reason == "invalid/incomplete"
+    assert dynamic_filter({"type": "std_filter"}, min_members=3)(Args(), group).reason == "low_information/no_spread"
+    assert no_spread(Args(), [*samples(1.0), Sample(0.0, status=Status.FAILED)]).keep  # it may have been the policy's own doing
+    parts = [Sample(0.0), Sample(0.0, status=Status.ABORTED)]
+    assert no_spread(Args(), [*samples(1.0, 1.0), parts]).reason == "invalid/incomplete"
+
+
+NOTHING_TRAINS: list[dict[str, Any]] = [{"loss_mask": [0, 0], "response_length": 2}, {"response_length": 0}, {"remove_sample": True}]
+
+
+@pytest.mark.parametrize("fields", NOTHING_TRAINS, ids=str)
+def test_a_sample_of_which_no_token_trains_has_no_vote(fields: dict[str, Any]) -> None:
+    """NVIDIA-NeMo/RL#4160, Gen-Verse/OpenClaw-RL#46, OpenRLHF/OpenRLHF#1239: seen: a group whose only spread came of such a row trained."""
+    out = Sample(0.0, **fields)
+    assert no_spread(Args(), [*samples(1.0, 1.0, 1.0), out]).reason == "low_information/no_spread"
+    assert no_spread(Args(), [*samples(1.0, 0.0, 1.0), out]).keep
+    assert not no_spread(Args(), [*samples(1.0), out]).keep  # one is left, which has nothing to be compared with
+    assert not no_spread(Args(), [out, out]).keep
+    assert no_spread(Args(), [*samples(1.0), [Sample(0.0, **fields), Sample(0.0)]]).keep  # of a part of it something trains

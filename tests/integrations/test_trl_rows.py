@@ -127,6 +127,29 @@ def test_a_reward_that_is_no_number_is_outside_of_its_group(model_folder: Path, 
     assert advantages[2] == 0
 
 
+def test_a_completion_of_which_no_token_trains_is_outside_of_its_group(model_folder: Path, tmp_path: Path) -> None:
+    """huggingface/trl#6420: seen: a conversation without a single trained token had its reward in its siblings' baseline."""
+    calls: list[int] = []
+
+    def masks(rows: int) -> list[list[int]]:
+        calls.append(rows)
+        return [[int(row != 2)] * 3 for row in range(rows)]
+
+    def rewards(prompts: list[str], **_: Any) -> list[float]:
+        return [1.0, 0.0, 100.0, 0.5][: len(prompts)]
+
+    trainer = {"reward_funcs": rewards, "rollout_func": answering(env_mask=masks)}
+    judged = run(model_folder, tmp_path / "1", settings=DynamicSampling(on_member_failure="judge", min_members=2), **trainer)
+    left = torch.tensor([1.0, 0.0, 0.5])
+    advantages = judged.seen.outputs[0]["advantages"]
+    torch.testing.assert_close(advantages[[0, 1, 3]], (left - left.mean()) / (left.std() + 1e-4))
+    assert advantages[2] == 0
+    assert calls == [4]
+    replaced = run(model_folder, tmp_path / "2", **trainer)
+    assert calls == [4, 4, 1]
+    assert replaced.seen.outputs[0]["tool_mask"].tolist() == [[1, 1, 1]] * 4
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("functions", [1, 2])
 def test_case_1_a_group_without_spread_has_no_advantage_whatever_its_reward(

@@ -120,6 +120,28 @@ def test_a_rollout_of_several_rows_has_one_vote() -> None:
         GroupFilter(rollout_id="rollout").judge(data)
 
 
+def masked(groups: list[list[float]], lengths: list[int], **columns: Any) -> DataProto:
+    """As `data_of`, with so many tokens of the policy in each row."""
+    data = data_of(DataProto, groups, **columns)
+    data.batch["response_mask"] = np.array([[1] * length + [0] * (3 - length) for length in lengths])
+    return data
+
+
+def test_a_row_of_which_no_token_trains_has_no_vote() -> None:
+    """verl-project/verl#6310, NVIDIA-NeMo/RL#4160: an empty response with a reward on its padding, a row that is masked altogether."""
+    judged = GroupFilter().judge(masked([[1, 1, 1, 0], [1, 0, 1, 0], [1, 0], [1, 0]], [2, 2, 2, 0, 2, 2, 2, 0, 2, 0, 0, 0]))
+    assert [verdict.keep for verdict in judged.verdicts.values()] == [False, True, False, False]
+    assert judged.verdicts["prompt0"].reason == "no_spread"
+    assert judged.rows.tolist() == [4, 5, 6, 7]  # rows stay together: a loss leaves out what its mask leaves out
+    parts = masked([[1, 1, 0, 0]], [2, 2, 2, 0], rollout=np.array([0, 1, 2, 2]))
+    assert GroupFilter(rollout_id="rollout").judge(parts).kept == 1  # of a part of it something trains
+    parts.batch["response_mask"][2] = 0
+    assert GroupFilter(rollout_id="rollout").judge(parts).kept == 0
+    outputs = [AgentLoopOutput(1.0), AgentLoopOutput(1.0), AgentLoopOutput(0.0, response_mask=[0, 0])]
+    assert GroupFilter().judge_outputs(outputs).reason == "no_spread"
+    assert GroupFilter().judge_outputs([*outputs, AgentLoopOutput(0.0)]).keep
+
+
 def test_the_guard_bounds_what_is_dropped(make: Make) -> None:
     keeper = GroupFilter(guard=RatioGuard(max_filter_ratio=0.5))
     judged = keeper.judge(data_of(make, [[1.0, 1.0]] * 4))

@@ -79,6 +79,22 @@ def test_members_of_our_own_runs_are_read_as_well() -> None:
     assert FilterForRoll({"type": "std_filter"}).filter(0, 0, members_of(two((1.0, 1.0)), sequence_length=WIDTH))
 
 
+def test_a_trajectory_of_which_no_token_trains_has_no_vote() -> None:
+    """NVIDIA-NeMo/RL#4160: seen: a group whose only spread came of a masked row was kept, and trained on noise."""
+
+    def item(reward: float, *masks: list[int]) -> Any:
+        batch = {"response_level_rewards": torch.tensor([reward] * len(masks)), "response_mask": torch.tensor(masks)}
+        return SimpleNamespace(batch=batch, non_tensor_batch={}, meta_info={})
+
+    inside = FilterForRoll({"type": "std_filter"})
+    out, same, other = item(0.0, [0, 0]), [item(1.0, [1, 1])] * 3, item(0.0, [1, 0])
+    assert inside.filter(0, 0, [*same, out])
+    assert not inside.query_filter([*same, out])
+    assert not inside.filter(0, 0, [*same, out, other])
+    assert inside.query_filter([*same, out, other])
+    assert not inside.query_filter([item(1.0, [1, 1], [1, 1]), out])  # rows of one item, each with a mask of its own
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match="std_filtr"):
         FilterForRoll({"type": "std_filtr"})

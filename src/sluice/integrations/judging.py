@@ -34,6 +34,7 @@ class Member:
     reward: Any  # raw task reward, a number of any library; None or not finite: it has none
     metrics: Mapping[str, Any] = field(default_factory=lambda: EMPTY)  # further named scores
     tokens: int = 0  # that the policy sampled: tool and environment tokens are not among them
+    trains: bool = True  # whether any token of it does; what trains nothing (a placeholder, a masked row) has no vote
     text: str = ""
     finish_reason: RolloutFinish = "stop"
     detail: str = ""  # why there is no reward, for a person
@@ -66,8 +67,8 @@ def response_filter(given: FilterLike | None, *, where: str) -> ResponseFilter |
 def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: int = 0, key: str = "") -> Group:
     """A whole group of the members that a framework has. key: its name there, for messages; it becomes the task's id.
 
-    A member without a finite reward leaves the group incomplete, where the filter does not let survivors be enough. Raises `FilterError`
-    for a group without members, and for a reward that is no number.
+    A member without a finite reward leaves the group incomplete, where the filter does not let survivors be enough; one of which nothing
+    trains is outside of its statistics. Raises `FilterError` for a group without members, and for a reward that is no number.
     """
     if not members:
         raise FilterError(f"group {key!r}: expected at least one member, got none - a group has at least one")
@@ -81,7 +82,7 @@ def group_of(members: Sequence[Member], *, task: Task | None = None, group_id: i
         start_step=0,
         round=1,
         epoch=0,
-        counted=(True,) * len(rollouts),
+        counted=tuple([member.trains or rollout.reward is None for member, rollout in zip(members, rollouts, strict=True)]),
     )
 
 

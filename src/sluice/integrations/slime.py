@@ -27,9 +27,11 @@ from sluice.errors import FilterError
 from sluice.filters import RatioGuard, number_of
 from sluice.filters.scores import named_metrics, require_named, scores_of
 from sluice.integrations.judging import FilterLike, Member, group_of, query_filter, reason_of
-from sluice.types import Group, RolloutFinish, Verdict
+from sluice.types import EMPTY, Group, RolloutFinish, Verdict
 
 FRAMEWORKS: Final = ("slime", "miles")
+
+ABORTED: Final = "aborted"  # status of a sample that could not end, through no fault of the policy: whatever it was given is no reward
 
 _FINISHED: Final[Mapping[str, RolloutFinish]] = {"completed": "stop", "truncated": "length", "aborted": "cancelled", "failed": "cancelled"}
 
@@ -89,8 +91,9 @@ def dynamic_filter(
 
 
 def group_of_samples(args: Any, samples: Sequence[Any], *, metrics: Sequence[str] = ()) -> Group:
-    """The samples of one prompt as a group. A sample that an agent has fanned out into several is a list of them, and has one vote.
-    metrics: the entries of rewards that are mappings which a filter reads; the first stands for the reward where `--reward-key` names none.
+    """The samples of one prompt as a group. A sample that an agent has fanned out into several is a list of them, and has one vote; one of
+    which no token trains has none. metrics: the entries of rewards that are mappings which a filter reads; the first stands for the reward
+    where `--reward-key` names none.
 
     Raises `FilterError` for samples of different `group_index`, rewards that are no numbers, for mappings without `--reward-key` or without
     what is named in any of them, and for parts of one sample with different rewards. One sample of several that lacks what is named has no
@@ -128,11 +131,13 @@ def _member(fragments: Sequence[Any], index: int, read: str | None, metrics: Seq
             f"{[fragment.reward for fragment in fragments]} - a rollout has one reward: give each part that of the whole"
         )
     reward, scores = found[0]
-    status = str(getattr(getattr(last, "status", None), "value", "completed"))
+    status = _status(last)
+    is_aborted = any(_status(fragment) == ABORTED for fragment in fragments)
     return Member(
-        reward=reward,
-        metrics=scores,
+        reward=None if is_aborted else reward,
+        metrics=EMPTY if is_aborted else scores,
         tokens=sum([_length(fragment) for fragment in fragments]),
+        trains=any(_trains(fragment) for fragment in fragments),
         text=str(getattr(last, "response", "")),
         finish_reason=_FINISHED.get(status, "stop"),
         detail=f"its status is {status}",
@@ -158,6 +163,16 @@ def _reward_of(sample: Any) -> Any:
     if not hasattr(sample, "reward"):
         raise FilterError(f"expected samples with a reward, or lists of them, got {type(sample).__name__} - give what the framework gave")
     return sample.reward
+
+
+def _status(sample: Any) -> str:
+    return str(getattr(getattr(sample, "status", None), "value", "completed"))
+
+
+def _trains(sample: Any) -> bool:
+    """Whether any token of it does, as far as it says."""
+    is_known = getattr(sample, "loss_mask", None) is not None or getattr(sample, "response_length", None) is not None
+    return not getattr(sample, "remove_sample", False) and not (is_known and _length(sample) == 0)
 
 
 def _length(sample: Any) -> int:

@@ -5,7 +5,8 @@ verl keeps a batch as rows: `batch` holds tensors, `non_tensor_batch` numpy arra
 `non_tensor_batch` under its own names. Names are those of verl 0.9 (PyPI package `verl`).
 
 Which number is judged: with `metric` (of the filter's configuration) the column of that name; without it the raw score of a row, the sum of
-`rm_scores` or `token_level_scores`. `token_level_rewards` holds the KL penalty too and is never read.
+`rm_scores` or `token_level_scores`. `token_level_rewards` holds the KL penalty too and is never read. A row that `response_mask` masks
+altogether trains nothing and has no vote, whatever its score.
 """
 
 from __future__ import annotations
@@ -130,13 +131,22 @@ class GroupFilter:
                 f"{sorted(map(str, _keys(data.batch)))} and non_tensor_batch {sorted(map(str, data.non_tensor_batch))} - judge after the "
                 "reward has been computed, or name one of these columns as the filter's metric"
             )
-        tokens = _lengths(data, rows)
+        lengths = _lengths(data, rows)
+        tokens, trains = lengths or [0] * rows, self._trains(data, lengths)
         members = []
         for row in range(rows):
             metrics = scores_of({name: values[row] for name, values in columns.items()}, self._metrics)
             reward = metrics.get(str(metric)) if scores is None else scores[row]
-            members.append(Member(reward=reward, metrics=metrics, tokens=tokens[row]))
+            members.append(Member(reward=reward, metrics=metrics, tokens=tokens[row], trains=trains is None or trains[row]))
         return members
+
+    def _trains(self, data: Any, lengths: Sequence[int] | None) -> list[bool] | None:
+        """Whether anything trains of the rollout that each row is of; None: nobody says."""
+        if lengths is None:
+            return None
+        ids: Sequence[Hashable] = range(len(lengths)) if self.rollout_id is None else self._column(data, self.rollout_id)
+        alive = {rollout for rollout, length in zip(ids, lengths, strict=True) if length}
+        return [rollout in alive for rollout in ids]
 
     def _votes(self, data: Any, uids: Sequence[Hashable], members: Sequence[Member]) -> list[int]:
         """For each row the one that votes for its rollout: the first one. What is judged must be the same in all of them."""
@@ -305,10 +315,10 @@ def _scores(data: Any, rows: int) -> list[float] | None:
     return summed
 
 
-def _lengths(data: Any, rows: int) -> list[int]:
-    """Tokens that the policy sampled, by `response_mask`; 0 where there is none."""
+def _lengths(data: Any, rows: int) -> list[int] | None:
+    """Tokens that the policy sampled, by `response_mask`; None where there is none."""
     if "response_mask" not in _keys(data.batch):
-        return [0] * rows
+        return None
     mask = _array(data.batch["response_mask"])
     if mask.ndim != 2 or len(mask) != rows:
         raise FilterError(f"response_mask: expected one row per response, {rows} of them, got shape {mask.shape} - one row is one response")
@@ -343,7 +353,8 @@ def _select(data: Any, rows: npt.NDArray[np.intp]) -> Any:
 
 def _member_of_output(output: Any, info: Mapping[str, Any], metrics: Sequence[str]) -> Member:
     reward = output.reward_score if output.reward_score is not None or not metrics else info.get(metrics[0])
-    return Member(reward=reward, metrics=scores_of(info, metrics), tokens=int(sum(output.response_mask)))
+    tokens = int(sum(output.response_mask))
+    return Member(reward=reward, metrics=scores_of(info, metrics), tokens=tokens, trains=tokens > 0)
 
 
 def _extra(output: Any) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ of verl's form, and ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -68,6 +68,7 @@ class FilterForRoll:
     def query_filter(self, data_list: Sequence[Any], config: object = None) -> bool:
         """Whether to keep the responses to one prompt, of any number of rows an item. True keeps. A single response is kept unseen."""
         rollouts: list[Rollout] = []
+        idle: set[int] = set()  # places of responses of which no token trains
         for item in data_list:
             if item is None:
                 rollouts.append(_rollout(len(rollouts), None, None, {}))
@@ -75,11 +76,13 @@ class FilterForRoll:
             if not _has(item, REWARDS):
                 raise FilterError(f"expected {REWARDS} in the responses, got {_names(item)} - judge after the rewards have been computed")
             rewards = _flat(item, REWARDS)
+            trains = _rows_that_train(item, len(rewards))
             for place, reward in enumerate(rewards):
                 rollouts.append(_rollout(len(rollouts), reward, None, self._scores(item, place, len(rewards))))
+                idle |= set() if trains[place] else {len(rollouts) - 1}
         if len(rollouts) == 1:
             return True
-        return self._judged(rollouts, "query").keep
+        return self._judged(rollouts, "query", idle).keep
 
     def verdict_on(self, group: Sequence[Any], *, name: str = "group") -> Verdict:
         """The verdict on trajectories, with its reason and category."""
@@ -87,12 +90,14 @@ class FilterForRoll:
             _rollout(index, None, None, {}) if item is None else _rollout(index, _reward_of(item), item, self._scores(item, 0, 1))
             for index, item in enumerate(group)
         ]
-        return self._judged(members, name)
+        idle = {index for index, item in enumerate(group) if item is not None and not any(_rows_that_train(item))}
+        return self._judged(members, name, idle)
 
     def _scores(self, item: Any, place: int, rows: int) -> dict[str, Any]:
         return scores_of(metrics_of_row(item.meta_info.get("metrics"), place, rows), self._metrics)
 
-    def _judged(self, rollouts: list[Rollout], name: str) -> Verdict:
+    def _judged(self, rollouts: list[Rollout], name: str, idle: Set[int]) -> Verdict:
+        """idle: places of members of which no token trains: they have no vote."""
         if not rollouts:
             raise FilterError("expected the members of a group, got none - a group has at least one")
         group = Group(
@@ -102,7 +107,7 @@ class FilterForRoll:
             start_step=0,
             round=1,
             epoch=0,
-            counted=(True,) * len(rollouts),
+            counted=tuple([index not in idle or rollout.reward is None for index, rollout in enumerate(rollouts)]),
         )
         verdict = self._filter.judge(group)
         return verdict if self._guard is None else self._guard.admit(verdict)
@@ -141,6 +146,17 @@ def _rollout(index: int, reward: float | None, item: Any, metrics: Mapping[str, 
         failure=None if value is not None else Failure(cause="infrastructure", reason="reward_missing"),
         flags=frozenset(flag for flag in FLAGS if notes.get(flag)),
     )
+
+
+def _rows_that_train(item: Any, rows: int | None = None) -> list[bool]:
+    """Whether any token of each row does, by `response_mask`; True where there is none. rows: how many there must be; None: any."""
+    if not _has(item, "response_mask"):
+        return [True] * (rows or 1)
+    mask = item.batch["response_mask"]
+    trains: list[bool] = (mask.reshape(len(mask), -1) != 0).any(1).tolist()
+    if rows is not None and len(trains) != rows:
+        raise FilterError(f"response_mask: expected one row for each of {rows} rewards, got {len(trains)} - one row is one response")
+    return trains
 
 
 def _reward_of(item: Any) -> float | None:

@@ -260,6 +260,8 @@ class BatchSampler:
         rollouts = []
         for launch, row, reward in zip(launches, rows, totals, strict=True):
             self._rows[launch.attempt_id] = row
+            if not row.sampled_tokens:  # nothing of it trains: what it was given says nothing about its siblings
+                reward = math.nan
             if not math.isfinite(reward):  # to TRL as to the machine it has none, and is outside of its group's statistics
                 row.rewards = (math.nan,) * len(row.rewards)
             rollouts.append(self._rollout(launch, row, reward))
@@ -288,7 +290,7 @@ class BatchSampler:
             tokens=row.sampled_tokens,
             text=text_of(row.completion),
             finish_reason="length" if is_truncated else "stop",
-            detail="no reward function gave a number" if math.isnan(reward) else f"the reward functions gave {reward}",
+            detail=_why(row, reward),
         )
         return rollout_of(
             member,
@@ -322,6 +324,13 @@ class BatchSampler:
         self.machine.load_state_dict(state["machine"], {})
         load_filters_state(self._filters, state["filters"])
         self._padding_tokens = int(state["padding_tokens"])
+
+
+def _why(row: Row, reward: float) -> str:
+    """Why a completion has no reward, for a person."""
+    if not row.sampled_tokens:
+        return "env_mask leaves none of its tokens to train on"
+    return "no reward function gave a number" if math.isnan(reward) else f"the reward functions gave {reward}"
 
 
 def _in_trls_words(message: str) -> str:
