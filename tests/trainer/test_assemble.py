@@ -293,6 +293,20 @@ def test_a_member_without_reward_must_not_count() -> None:
         samples_from_batch(batch(one_turn(0, [None, 1.0], counted=[True, True])))
 
 
+def test_a_member_that_sampled_nothing_is_outside_every_statistic_whatever_it_earned() -> None:
+    """NVIDIA-NeMo/RL#4160: seen: a row without a trained token set the baseline of its siblings."""
+    some, nothing = (turn([7], [2, 3]),), (turn([7], []),)
+    assert loss_weights(batch(group(0, [some, some, some, nothing], [1.0, 0.0, 0.5, 100.0]))) == [[0.5, 0.5], [-0.5, -0.5], [0, 0], [0, 0]]
+    for members in ([some, some, nothing], [some, nothing, nothing], [nothing] * 3):
+        whole = batch(group(0, members, [1.0, 1.0, 0.0]))
+        samples = samples_from_batch(whole)
+        advantages = advantages_for(samples, AdvantageConfig())
+        assert not advantages.any()
+        metrics = batch_metrics(whole, samples, advantages)
+        assert metrics["batch/counted_rollouts"] == members.count(some)
+        assert metrics["batch/useful_groups"] == 0
+
+
 def test_case_25_a_placeholder_is_outside_every_statistic_and_count() -> None:
     members: list[tuple[Turn, ...]] = [(turn([7, 8], [3, 4]),), (turn([7, 8], [3]),), (turn([7, 8], [5, 6]),), ()]
     given = batch(group(0, members, [1.0, 0.0, 1.0, None]))

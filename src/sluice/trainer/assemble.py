@@ -33,7 +33,7 @@ def samples_from_batch(batch: Batch, *, stale_tokens: StaleTokens = "train") -> 
 
     The first turn's prompt is the prompt; whatever was put before a later turn is completion that the policy did not sample (loss mask
     False, log-prob 0, version -1). A member that is not counted has a loss mask of False throughout; one that never sampled has an empty
-    completion.
+    completion, and is not counted: a reward for nothing says nothing about its siblings.
 
     Args:
         batch: what to train on.
@@ -88,6 +88,7 @@ def _sample(group: Group, rollout: Rollout, is_counted: bool, stale_tokens: Stal
     versions = _token_versions(rollout, mask)
     if versions is not None and stale_tokens == "mask":
         mask = mask & (versions == versions.max())
+    is_counted = is_counted and bool(mask.any())
     return Sample(
         group_id=group.group_id,
         attempt_id=rollout.attempt_id,
