@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging as python_logging
+import math
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -795,3 +797,38 @@ def test_padding_of_the_tiny_tokenizer_is_what_rows_are_padded_with(model_folder
     run = Run(model_folder, tmp_path, always)
     for tensors in run.trainer._micro_batches(run.engine.batch()):
         assert set(tensors["completion_ids"][tensors["completion_mask"] == 0].tolist()) <= {PAD}
+
+
+def first_tokens_off(by: float, *, rollouts: int) -> Callable[[FakeEngine, int], Batch]:
+    """The first log-prob of so many rollouts is off by so much."""
+
+    def make(engine: FakeEngine, call: int) -> Batch:
+        changed = iter(range(rollouts))
+
+        def change(turn: Any) -> Any:
+            if next(changed, None) is None:
+                return turn
+            off = np.where(np.arange(len(turn.token_ids)) == 0, np.float32(by), np.float32(0))
+            return replace(turn, inference_logprobs=turn.inference_logprobs + off)
+
+        return with_turns(engine.batch(), change)
+
+    return make
+
+
+def test_one_token_a_little_beyond_the_tolerance_is_rounding_counted_and_told_once(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(model_folder, tmp_path, first_tokens_off(5e-4, rollouts=1)).train()
+    assert [metrics["actor/logprob_gap_outliers"] for _, metrics in run.steps] == [1.0] * len(run.steps)
+    assert len(run.steps) > 1
+    (told,) = [record.getMessage() for record in caplog.records if "logprob_gap_outliers" in record.getMessage()]
+    assert "got 0.0005" in told
+
+
+@pytest.mark.parametrize(("by", "rollouts"), [(5e-4, 3), (0.02, 1), (math.nan, 1)])
+def test_several_tokens_beyond_the_tolerance_and_one_far_beyond_are_a_fault(
+    model_folder: Path, tmp_path: Path, by: float, rollouts: int
+) -> None:
+    with pytest.raises(TrainerError, match=r"within 0\.0001 of each other"):
+        Run(model_folder, tmp_path, first_tokens_off(by, rollouts=rollouts)).train()
