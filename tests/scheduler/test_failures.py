@@ -106,6 +106,26 @@ def test_case_122_early_ends_caused_by_the_policy_count_as_failures_in_the_mean(
     assert len(early) / 100 == 0.20
 
 
+def test_wrong_answers_that_a_response_filter_takes_out_stay_in_the_launched_mean() -> None:
+    """rllm-org/rllm#798: seen: what a filter had taken out was in no mean, which then read higher than the policy was."""
+    right = FilterConfig(type="reward_range", filter_args={"low": 0.5})
+    player = MachinePlayer.make(group_size=2, query=NO_FILTER, response=right)
+    player.want(1)
+    player.finish(0, 0.0, tokens=8)
+    player.finish(1, 1.0)
+    player.finish(2, 1.0)
+    assert player.metrics[0]["reward/launched_mean"] == pytest.approx(2 / 3)
+    assert player.metrics[0]["reward/kept_mean"] == 1.0
+    assert (player.metrics[0]["length/launched_mean"], player.metrics[0]["length/kept_mean"]) == (4.0, 2.0)
+    given_up = MachinePlayer.make(group_size=2, query=NO_FILTER, response=right, max_response_rounds=1, fill="shrink")
+    given_up.want(2)
+    for attempt_id, reward in enumerate([0.0, 0.0, 1.0, 1.0]):
+        if attempt_id in given_up.pending:  # the first wrong answer ends its group
+            given_up.finish(attempt_id, reward)
+    assert given_up.left()[0] == (0, "dropped", "response_retries")
+    assert given_up.metrics[0]["reward/launched_mean"] == pytest.approx(2 / 3)
+
+
 def test_what_infrastructure_lost_is_outside_the_mean_and_counted_by_cause() -> None:
     player = MachinePlayer.make(group_size=1, query=NO_FILTER, max_response_rounds=1, fill="shrink")
     player.want(4)

@@ -66,7 +66,7 @@ class LoopGroups(Members):
         group.story.append((now, f"rejected ({reason})", index))
         self.ledger.members_left("rejected", 1, tokens)
         self.ledger.member_rejected(reason)
-        self._tally.member_rejected(reason)
+        self._tally.member_rejected(reason, rollout)
 
     def _group_returned(self, event: ev.GroupReturned, now: float, out: list[ev.Instruction]) -> None:
         group = self._groups.get(event.group_id)

@@ -137,7 +137,7 @@ class Members(Cutting):
         group.story.append((now, f"rejected ({verdict.reason})", index))
         if group.has_loop:
             out.append(ev.MemberJudged(attempt_id=attempt_id, verdict=verdict))
-        self._tally.member_rejected(verdict.reason)
+        self._tally.member_rejected(verdict.reason, rollout)
         if group.disqualified is None or not self._drops_early(group, now, out):
             self._replace(group, index, now, out)
             if self.gate is not None:

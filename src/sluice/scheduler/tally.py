@@ -72,9 +72,9 @@ class Tally:
         self.dropped = 0
         self.members: dict[str, int] = {}  # reason -> members taken out of their group
         self.reasons: dict[tuple[str, str], int] = {}  # (category, reason) -> groups
-        self.reward_launched: list[float] = [0.0, 0.0]  # sum and number of rewards of judged groups
+        self.reward_launched: list[float] = [0.0, 0.0]  # sum and number of rewards: of judged groups, and of responses that were taken out
         self.reward_kept: list[float] = [0.0, 0.0]
-        self.length_launched: list[float] = [0.0, 0.0]  # sampled tokens and number of rollouts of judged groups
+        self.length_launched: list[float] = [0.0, 0.0]  # sampled tokens and number of the same rollouts
         self.length_kept: list[float] = [0.0, 0.0]
         self.by_domain: dict[str, list[int]] = {}  # domain -> judged, kept
 
@@ -97,9 +97,11 @@ class Tally:
         self.reasons[key] = self.reasons.get(key, 0) + 1
         self.dropped += 1
 
-    def member_rejected(self, reason: str) -> None:
-        """A response was taken out of its group, or never came."""
+    def member_rejected(self, reason: str, rollout: Rollout | None = None) -> None:
+        """A response was taken out of its group, or never came (None). What it earned stays in the means of what was launched."""
         self.members[reason] = self.members.get(reason, 0) + 1
+        if rollout is not None and rollout.reward is not None:
+            _add(self.reward_launched, self.length_launched, Sums.of((rollout,)))
 
     def use_after_all(self, group: Group, verdict: Verdict) -> None:
         """A group that was dropped tops the batch up: it counts as kept."""
