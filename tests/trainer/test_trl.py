@@ -606,6 +606,24 @@ def test_a_batch_without_a_loss_token_moves_no_weight(model_folder: Path, tmp_pa
     assert run.steps[1][1]["batch/zero_advantage_share"] == 1
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_batch_without_a_single_advantage_moves_no_weight(model_folder: Path, tmp_path: Path, beta: float) -> None:
+    """thinking-machines-lab/tinker-cookbook#915: seen: an optimiser step though nothing was left to learn from. A penalty is something."""
+
+    def make(engine: FakeEngine, call: int) -> Batch:
+        if call != 1:
+            return engine.batch()
+        return Batch(groups=(engine.group(0, [2], [6, 6], [1.0, 1.0]), engine.group(1, [3], [2, 4], [0.0, 0.0])), requested=2, step=1)
+
+    run = Run(model_folder, tmp_path, make, max_steps=3, weight_decay=0.1, beta=beta).train()
+    states = [state for _, state in run.engine.published]
+    is_still = all(torch.equal(states[1][name], states[2][name]) for name in states[1])
+    assert is_still is (beta == 0.0)
+    assert not torch.equal(states[2]["model.norm.weight"], states[3]["model.norm.weight"])
+    assert [metrics["actor/step_skipped"] for _, metrics in run.steps] == [0, float(is_still), 0]
+    assert run.steps[1][1]["batch/zero_advantage_share"] == 1
+
+
 def test_weights_that_become_no_numbers_are_never_published(model_folder: Path, tmp_path: Path) -> None:
     run = Run(model_folder, tmp_path, always)
     run.trainer._logprob_tolerance = None

@@ -140,6 +140,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._step_metrics: dict[str, float] = {}  # of the current step
         self._is_outlier_told = False
         self._is_gap_looked_at = False  # whether the first step has shown how far the engine's log-probs lie from the trainer's
+        self._is_idle = False  # whether the current batch makes no gradient
         self._micro_batch_tokens: list[int] = []  # loss tokens of each micro batch of the current step
         self._logprobs: torch.Tensor | None = None  # [B, C] of the last training forward
         self._is_last = False  # whether the current batch is the last one
@@ -219,7 +220,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
     def training_step(self, model: Any, inputs: _Tensors, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward over all micro batches of one batch. Returns its loss.
 
-        A batch without a single loss token leaves all gradients None, so that the optimiser moves nothing.
+        A batch without a single loss token, or without a single advantage, leaves all gradients None, so that the optimiser moves nothing.
         """
         loss = torch.zeros((), device=self.accelerator.device)
         for micro_batch in self._micro_batches(inputs["batch"]):
@@ -227,6 +228,8 @@ class SluiceGRPOTrainer(GRPOTrainer):
             forward_before = self._seconds["forward"]
             loss += super().training_step(model, micro_batch, num_items_in_batch)  # type: ignore[no-untyped-call]
             self._seconds["backward"] += time.perf_counter() - start - (self._seconds["forward"] - forward_before)
+        if self._is_idle:
+            model.zero_grad(set_to_none=True)
         if not torch.isfinite(loss):
             raise TrainerError(f"expected a finite loss, got {loss.item()} at step {self.state.global_step} - lower trainer.learning_rate")
         self._stepped_at = time.perf_counter()
@@ -281,6 +284,8 @@ class SluiceGRPOTrainer(GRPOTrainer):
         """Advantages, the share of each micro batch in the loss, and what the batch is worth."""
         advantages = advantages_for(samples, self._advantage)
         self._step_metrics |= batch_metrics(batch, samples, advantages)
+        # Where no rollout has an advantage and nothing else makes a gradient, one of zeros would move the weights all the same.
+        self._is_idle = not micro_batches or (not advantages.any() and self.beta == 0.0 and not self.aux_loss_enabled)
         rows, tokens = sum(int((m["tool_mask"].sum(1) > 0).sum()) for m in micro_batches), sum(self._micro_batch_tokens)
         for micro_batch in micro_batches:
             of_rows = torch.zeros(len(micro_batch["tool_mask"]), device=self.accelerator.device)  # neutral rows may follow
@@ -291,7 +296,7 @@ class SluiceGRPOTrainer(GRPOTrainer):
         self._step_metrics |= {
             "actor/rows": float(rows),
             "actor/micro_batches": float(len(micro_batches)),
-            "actor/step_skipped": float(not micro_batches),
+            "actor/step_skipped": float(self._is_idle),
         }
 
     def _micro_batch_rows(self, samples: Sequence[Sample]) -> list[list[int]]:
