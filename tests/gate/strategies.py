@@ -19,6 +19,9 @@ class Box:
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return np.array(self.value)
 
+    def __repr__(self) -> str:  # names a test, in every process alike
+        return f"Box({self.value})"
+
 
 NOT_BY_VALUE = [
     math.nan,
