@@ -414,7 +414,9 @@ def tensor(value):
     return pytest.importorskip("torch").tensor(value)
 
 
-@pytest.mark.parametrize("make", [tensor, np.array, np.int64, lambda number: (tensor(number), "role")], ids=["tensor", "array", "int64", "with a role"])
+@pytest.mark.parametrize(
+    "make", [tensor, np.array, np.int64, lambda number: (tensor(number), "role")], ids=["tensor", "array", "int64", "with a role"]
+)
 def test_case_51_ids_of_other_libraries_are_told_apart_by_value_and_never_make_singletons(make):
     rewards, ids = [1.0, 0.0, 1.0, 0.0], [3, 3, 4, 4]
     expected = group_relative(rewards, ids)
